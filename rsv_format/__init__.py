@@ -1,0 +1,45 @@
+"""RSV: quantized weights, computed once and loaded in a blink. The reference implementation, in numpy.
+
+Modules, bottom up:
+
+- errors, limits: codes and fixed sizes
+- layout: prologue, sizes and offsets;  packing: indices to words;  dtypes: element types
+- codebook: centroids;  rotation: transforms
+- header: JSON to dataclasses;  validate: rules between entries, the walk over the blobs
+- reader: open and view;  verify: payload checks;  writer: stream into place
+- quantize: a matrix;  convert: a model;  importance, sources: what the model is and what feeds its layers
+"""
+
+from rsv_format.convert import QuantizeReport, quantize, save
+from rsv_format.errors import CODES, RsvError
+from rsv_format.packing import pack, unpack
+from rsv_format.quantize import quantize_matrix
+from rsv_format.reader import Attachment, File, Layer, Tensor, open
+from rsv_format.rotation import Transform
+from rsv_format.sources import open_source
+from rsv_format.verify import verify
+from rsv_format.writer import AttachmentData, LayerData, TensorData, Writer, write
+
+__all__ = [
+    "CODES",
+    "Attachment",
+    "AttachmentData",
+    "File",
+    "Layer",
+    "LayerData",
+    "QuantizeReport",
+    "RsvError",
+    "Tensor",
+    "TensorData",
+    "Transform",
+    "Writer",
+    "open",
+    "open_source",
+    "pack",
+    "quantize",
+    "quantize_matrix",
+    "save",
+    "unpack",
+    "verify",
+    "write",
+]

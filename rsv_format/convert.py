@@ -1,0 +1,349 @@
+"""Quantize a model into a file, group of layers by group; save an open file again."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rsv_format.codebook import codebook as make_codebook
+from rsv_format.errors import RsvError
+from rsv_format.header import (
+    AttachmentEntry,
+    CodebookEntry,
+    DiagonalEntry,
+    FactorEntry,
+    Header,
+    LayerEntry,
+    TensorEntry,
+    TransformEntry,
+)
+from rsv_format.importance import norm_gains, share_groups
+from rsv_format.layout import BIAS_DTYPES
+from rsv_format.limits import MAX_INTEGER
+from rsv_format.quantize import ROTATIONS, channel_scales, column_squares, make_transform, quantize_matrix
+from rsv_format.reader import File
+from rsv_format.rotation import Floats, Transform
+from rsv_format.sources import Source, SourceTensor, open_source
+from rsv_format.summary import Summary, summarize
+from rsv_format.writer import (
+    AttachmentData,
+    LayerData,
+    TensorData,
+    Writer,
+    transform_entry,
+    write,
+)
+
+Importance = str | os.PathLike[str] | Mapping[str, Floats]
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """What `quantize` did: where the bytes went, how long it took, and how the importance was found."""
+
+    path: str
+    seconds: float
+    layers: int
+    weighted_layers: int  # those with an importance
+    summary: Summary
+
+
+def quantize(
+    source: str | os.PathLike[str] | Source,
+    out: str | os.PathLike[str],
+    *,
+    bits: int = 4,
+    codebook: str = "lloyd-max",
+    rotation: str = "hartley",
+    persist_rotation: bool = False,
+    seed: int = 0,
+    importance: Importance = "auto",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> QuantizeReport:
+    """Quantize the linear layers of a model into an RSV file; keep its other tensors, config and tokenizer.
+
+    Parameters
+    ----------
+    source : path, hub id or Source
+        What `open_source` takes, or gave.
+    out : path
+        Written whole or not at all.
+    bits, codebook, rotation, persist_rotation, seed, threads
+        As `quantize_matrix`.
+    importance : "auto", "none", path or mapping
+        "auto" takes the gains of the norms that feed the layers, where the architecture is known. A path is
+        that of a llama.cpp imatrix file. A mapping goes from layer names to mean squared activations
+        (in_features,).
+    include, exclude : patterns
+        Shell-style, on layer names such as "model.layers.0.mlp.up_proj"; exclude wins. Layers left out
+        are kept as tensors.
+    progress : callable(done, total, name), optional
+        Told the weights done, all of them, and the layer at work.
+
+    Raises
+    ------
+    RsvError
+        bad_argument, source_unsupported, source_invalid, nonfinite_weight, importance_mismatch, io_error.
+    """
+    started = time.perf_counter()
+    if isinstance(source, Source):
+        job = _Job(source, bits, codebook, rotation, persist_rotation, seed, threads, include, exclude)
+        weighted = job.run(out, importance, progress or (lambda done, total, name: None))
+    else:
+        with open_source(source) as opened:
+            job = _Job(opened, bits, codebook, rotation, persist_rotation, seed, threads, include, exclude)
+            weighted = job.run(out, importance, progress or (lambda done, total, name: None))
+    summary = summarize(out)
+    return QuantizeReport(str(out), time.perf_counter() - started, len(job.layers), weighted, summary)
+
+
+def save(file: File, path: str | os.PathLike[str]) -> None:
+    """Write an open file again, canonically; `path` may be the one that it was opened from.
+
+    Raises
+    ------
+    RsvError
+        io_error, content_invalid. SPEC section 11.
+    """
+    write(
+        path,
+        layers=(
+            LayerData(
+                x.name, x.in_features, x.indices, x.scales, x.codebook, x.transform, x.bias, x.bias_dtype, x.stack
+            )
+            for x in file.layers.values()
+        ),
+        tensors={name: TensorData(x.dtype, x.array) for name, x in file.tensors.items()},
+        attachments={name: AttachmentData(x.media_type, bytes(x.data)) for name, x in file.attachments.items()},
+        metadata=file.metadata,
+        extensions=file.header.extensions,
+    )
+
+
+@dataclass
+class _Job:
+    """One run of `quantize`: first the header, of which only the digests are missing, then the blobs."""
+
+    source: Source
+    bits: int
+    codebook: str
+    rotation: str
+    persist_rotation: bool
+    seed: int
+    threads: int | None
+    include: Sequence[str]
+    exclude: Sequence[str]
+
+    def __post_init__(self) -> None:
+        make_codebook(self.codebook, self.bits)
+        if self.rotation not in ROTATIONS:
+            raise RsvError("bad_argument", "rotation", f"{self.rotation!r} is not one of {', '.join(ROTATIONS)}")
+        if not 0 <= self.seed <= MAX_INTEGER:
+            raise RsvError("bad_argument", "seed", f"{self.seed} is not in 0..2^53 - 1")
+        names = [name.removesuffix(".weight") for name in self.source.tensors if self.source.is_linear(name)]
+        self.layers = [name for name in names if self._chosen(name)]
+        if not self.layers:
+            raise RsvError("bad_argument", self.source.path, f"none of {len(names)} linear layers is chosen")
+        self.biases = {name: bias for name in self.layers if (bias := self._bias(name)) is not None}
+
+    def run(self, out: str | os.PathLike[str], importance: Importance, progress: Progress) -> int:
+        weights = self._importance(importance)
+        groups = [part for group in share_groups(self.layers) for part in self._same_width(group)]
+        shared = dict(weights)
+        for group in groups:
+            known = [shared[name] for name in group if name in shared]
+            if known:
+                shared.update({name: np.mean(np.stack(known), axis=0) for name in group})
+        with Writer(out, self._header(groups, shared)) as writer:
+            writer.codebook(0, make_codebook(self.codebook, self.bits))
+            total = sum(prod(self._weight(name).shape) for name in self.layers)
+            done, next_transform = 0, 0
+            for group in groups:
+                matrices = {name: self._read(name) for name in group}
+                transform = self._transform(group, matrices, shared.get(group[0]))
+                if transform is not None:
+                    writer.transform(next_transform, transform)
+                    next_transform += 1
+                for name in group:
+                    progress(done, total, name)
+                    writer.layer(self._quantized(name, matrices.pop(name), transform))
+                    done += prod(self._weight(name).shape)
+            progress(done, total, "other tensors")
+            for name in self._kept():
+                writer.tensor(name, self.source.tensors[name].read())
+            for name, (_, data) in self.source.attachments.items():
+                writer.attachment(name, data)
+        return len(shared)
+
+    def _header(self, groups: list[list[str]], importance: Mapping[str, Floats]) -> Header:
+        transforms: list[TransformEntry] = []
+        layers = []
+        for group in groups:
+            entry = self._transform_entry(self._weight(group[0]).shape[-1], group[0] in importance)
+            transforms += [] if entry is None else [entry]
+            for name in group:
+                shape = self._weight(name).shape
+                bias = self.biases.get(name)
+                layers.append(
+                    LayerEntry(
+                        name=name,
+                        in_features=shape[-1],
+                        out_features=shape[-2],
+                        stack=prod(shape[:-2]),
+                        codebook=0,
+                        transform=None if entry is None else len(transforms) - 1,
+                        bias=None if bias is None else bias.dtype,
+                    )
+                )
+        return Header(
+            (CodebookEntry(self.bits),),
+            tuple(transforms),
+            tuple(layers),
+            tuple(TensorEntry(name, x.dtype, x.shape) for name in self._kept() for x in [self.source.tensors[name]]),
+            tuple(AttachmentEntry(name, kind, len(data)) for name, (kind, data) in self.source.attachments.items()),
+            self._metadata(),
+        )
+
+    def _metadata(self) -> dict[str, str]:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            own = version("rsv-format")
+        except PackageNotFoundError:  # run from a checkout
+            own = "unknown"
+        return {
+            "generator": f"rsv-format {own}",
+            "source": Path(self.source.path).name,
+            "source.kind": self.source.kind,
+            "quantizer.codebook": self.codebook,
+            "quantizer.rotation": self.rotation,
+            "quantizer.seed": str(self.seed),
+        }
+
+    def _importance(self, importance: Importance) -> Mapping[str, Floats]:
+        """Mean squared activations of the layers for which they are known."""
+        if isinstance(importance, Mapping):
+            found = dict(importance)
+        elif importance == "none":
+            return {}
+        elif importance == "auto":
+            return self._norm_gains()
+        else:
+            from rsv_format.sources.imatrix import load_imatrix
+
+            found = load_imatrix(Path(importance))
+        chosen = {name: _per_channel(found[name]) for name in self.layers if name in found}
+        if not chosen:
+            raise RsvError("importance_mismatch", "importance", "it names none of the layers that are quantized")
+        for name, h in chosen.items():
+            width = self._weight(name).shape[-1]
+            channel_scales(h, np.ones(width), name)  # refuses other lengths and values, before any work
+        return chosen
+
+    def _norm_gains(self) -> Mapping[str, Floats]:
+        found = {}
+        for name, norm in norm_gains(self.source.config, self.layers).items():
+            if norm is None or norm[0] not in self.source.tensors:
+                continue
+            gain = self.source.tensors[norm[0]].float32().astype(np.float64) + norm[1]
+            if gain.shape == self._weight(name).shape[-1:]:
+                found[name] = gain * gain
+        return found
+
+    def _transform_entry(self, dim: int, weighted: bool) -> TransformEntry | None:
+        """What `make_transform` will make, before the numbers are known."""
+        scales = np.ones(dim) if weighted else None
+        if self.rotation == "haar" and dim > 1:
+            kind = FactorEntry("matrix", None, "0" * 64) if self.persist_rotation else None
+            factor = kind or FactorEntry("haar", self.seed, "0" * 64)
+            return TransformEntry(dim, 1, DiagonalEntry("values") if weighted else None, factor)
+        transform = make_transform(dim, rotation=self.rotation, scales=scales)
+        return None if transform is None else transform_entry(transform)
+
+    def _transform(
+        self, group: list[str], matrices: Mapping[str, Floats], importance: Floats | None
+    ) -> Transform | None:
+        rows = [matrix.reshape(-1, matrix.shape[-1]) for matrix in matrices.values()]
+        scales = None
+        if importance is not None:
+            scales = channel_scales(importance, column_squares(rows), group[0])
+        # a Haar factor depends on the seed alone, so that layers of one width derive one matrix
+        seed = self.seed if self.rotation == "haar" else _seed(self.seed, group[0])
+        return make_transform(
+            rows[0].shape[1],
+            rotation=self.rotation,
+            persist_rotation=self.persist_rotation,
+            seed=seed,
+            scales=scales,
+        )
+
+    def _quantized(self, name: str, weight: Floats, transform: Transform | None) -> LayerData:
+        bias = self.biases.get(name)
+        return quantize_matrix(
+            weight,
+            name=name,
+            bits=self.bits,
+            codebook_kind=self.codebook,
+            rotation="none",
+            transform=transform,
+            bias=None if bias is None else bias.read().reshape(-1),
+            bias_dtype=None if bias is None else bias.dtype,
+            threads=self.threads,
+        )
+
+    def _chosen(self, name: str) -> bool:
+        def matches(patterns: Iterable[str]) -> bool:
+            return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+        return (not self.include or matches(self.include)) and not matches(self.exclude)
+
+    def _weight(self, name: str) -> SourceTensor:
+        return self.source.tensors[f"{name}.weight"]
+
+    def _read(self, name: str) -> Floats:
+        return self._weight(name).float32()
+
+    def _bias(self, name: str) -> SourceTensor | None:
+        bias = self.source.tensors.get(f"{name}.bias")
+        if bias is None:
+            return None
+        if bias.dtype not in BIAS_DTYPES or prod(bias.shape) != prod(self._weight(name).shape[:-1]):
+            raise RsvError("source_unsupported", f"{name}.bias", f"a bias of {bias.dtype} {bias.shape}")
+        return bias
+
+    def _kept(self) -> list[str]:
+        taken = {f"{name}.weight" for name in self.layers} | {f"{name}.bias" for name in self.biases}
+        return [name for name in self.source.tensors if name not in taken]
+
+    def _same_width(self, group: list[str]) -> list[list[str]]:
+        """A group of names says nothing of widths: only equal ones can share a transform."""
+        widths: dict[int, list[str]] = {}
+        for name in group:
+            widths.setdefault(self._weight(name).shape[-1], []).append(name)
+        return list(widths.values())
+
+
+def _per_channel(h: Floats) -> NDArray[np.float64]:
+    """Experts share their input's transform: the mean of theirs."""
+    wide = np.asarray(h, np.float64)
+    return wide.mean(axis=0) if wide.ndim == 2 else wide
+
+
+def _seed(seed: int, name: str) -> int:
+    """A seed of 53 bits for a group of layers, so that no two groups get the same signs."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") & MAX_INTEGER
+
+

@@ -1,0 +1,90 @@
+"""The one public error and the closed list of its codes, by phase (SPEC section 9)."""
+
+from __future__ import annotations
+
+# The order of the phases is the order of the checks: the first failing one is reported.
+_BY_PHASE: dict[str, tuple[str, ...]] = {
+    "framing": (
+        "file_too_short",
+        "bad_magic",
+        "unsupported_version",
+        "reserved_flags",
+        "header_too_large",
+        "file_truncated",
+        "trailing_bytes",
+        "header_out_of_bounds",
+        "header_digest_mismatch",
+        "header_padding_nonzero",
+    ),
+    "json": (
+        "invalid_utf8",
+        "json_limit",
+        "invalid_json",
+        "json_number",
+        "json_duplicate_key",
+        "json_lone_surrogate",
+    ),
+    "schema": ("unsupported_feature", "schema_violation"),
+    "reference": ("transform_shape", "bad_reference", "dim_mismatch", "unreferenced", "duplicate_name"),
+    "extent": ("file_extent",),
+    "payload": (
+        "padding_nonzero",
+        "blob_digest_mismatch",
+        "nonfinite_value",
+        "zero_diagonal",
+        "codebook_order",
+        "not_orthogonal",
+        "haar_witness_mismatch",
+    ),
+    "binding": (
+        "missing_layer",
+        "unexpected_layer",
+        "shape_mismatch",
+        "missing_attachment",
+        "unsupported_model",
+    ),
+    # Not part of the file contract: what this implementation's writer, quantizer, sources and tools refuse.
+    "input": (
+        "io_error",
+        "source_unsupported",
+        "source_invalid",
+        "nonfinite_weight",
+        "importance_mismatch",
+        "bad_argument",
+        "content_invalid",
+        "missing_dependency",
+        "closed",
+    ),
+}
+
+PHASES: tuple[str, ...] = tuple(_BY_PHASE)
+CODES: dict[str, str] = {code: phase for phase, codes in _BY_PHASE.items() for code in codes}
+
+
+class RsvError(ValueError):
+    """Whatever is wrong with a file, a model or an input.
+
+    Attributes
+    ----------
+    code : str
+        One of `CODES`; the contract that programs and conformance vectors rely on.
+    where : str
+        What is at fault: a field, a JSON pointer, a layer's name, a path.
+    detail : str
+        Prose for people, free to change.
+    """
+
+    def __init__(self, code: str, where: str, detail: str) -> None:
+        assert code in CODES, f"unknown error code {code}"
+        super().__init__(code, where, detail)
+        self.code = code
+        self.where = where
+        self.detail = detail
+
+    @property
+    def phase(self) -> str:
+        """The phase that the code belongs to, one of `PHASES`."""
+        return CODES[self.code]
+
+    def __str__(self) -> str:
+        return f"{self.code} at {self.where}: {self.detail}"

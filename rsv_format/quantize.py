@@ -1,0 +1,311 @@
+"""Quantize one matrix: scale channels, rotate, normalise rows, take the nearest centroids (SPEC section 12).
+
+W_rot = (W * c) @ R.T with R the rotation and c the channel scales, 1 / d; row i over scale[i] is close to
+N(0, 1), scale[i] being the row's root mean square.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rsv_format.codebook import boundaries, codebook
+from rsv_format.errors import RsvError
+from rsv_format.layout import row_words
+from rsv_format.limits import MAX_IN_FEATURES, MAX_INTEGER, MAX_STACK
+from rsv_format.packing import pack_unchecked
+from rsv_format.rotation import Floats, Transform, haar, haar_witness, kronecker_split, random_signs
+from rsv_format.writer import LayerData
+
+ROTATIONS: tuple[str, ...] = ("hartley", "haar", "none")
+
+_CHUNK = 2**17  # weights handled at a time by a thread: a chunk and its temporaries stay in the L2 cache
+_COUNTED_BITS = 4  # up to here, comparing with every boundary is faster than a table
+_CELLS = 2**12  # of that table; finer than the closest centroids of any codebook
+_MAX_CHANNEL_SCALE = 64.0  # a channel's importance is a guess: never trust it beyond this factor
+_TINY, _HUGE = 1e-30, 1e30  # sums of squares outside are recomputed in binary64
+
+
+def quantize_matrix(
+    weight: Floats,
+    *,
+    name: str = "weight",
+    bits: int = 4,
+    codebook_kind: str = "lloyd-max",
+    rotation: str = "hartley",
+    persist_rotation: bool = False,
+    seed: int = 0,
+    importance: Floats | None = None,
+    transform: Transform | None = None,
+    bias: NDArray[Any] | None = None,
+    bias_dtype: str | None = None,
+    threads: int | None = None,
+) -> LayerData:
+    """Quantize the weight of a linear layer.
+
+    Parameters
+    ----------
+    weight : floating (out_features, in_features) or (stack, out_features, in_features)
+    name : str
+        The layer's, kept in the result and named in errors.
+    bits : int
+        1 to 8.
+    codebook_kind : str
+        "lloyd-max" or "uniform".
+    rotation, persist_rotation, seed
+        As `make_transform`.
+    importance : (in_features,), optional
+        Mean squared activation of each input channel; see `channel_scales`.
+    transform : Transform, optional
+        Use this one, made for several layers with one input, instead of making one.
+    bias : (rows,), optional, with bias_dtype
+        Kept as it is; bfloat16 as uint16 bits.
+    threads : int, optional
+        One per core if not given.
+
+    Returns
+    -------
+    LayerData
+        A zero row has scale 0, and is reproduced exactly.
+
+    Raises
+    ------
+    RsvError
+        nonfinite_weight, importance_mismatch, bad_argument.
+    """
+    if weight.ndim not in (2, 3) or not np.issubdtype(weight.dtype, np.floating) or 0 in weight.shape:
+        raise RsvError("bad_argument", name, f"want a floating matrix or stack, not {weight.dtype} {weight.shape}")
+    stack, in_features = (1 if weight.ndim == 2 else weight.shape[0]), weight.shape[-1]
+    if in_features > MAX_IN_FEATURES or stack > MAX_STACK:
+        raise RsvError("bad_argument", name, f"{weight.shape} is beyond the format's limits")
+    rows = weight.reshape(-1, in_features)
+    if transform is None:
+        scales = None if importance is None else channel_scales(importance, column_squares([rows]), name)
+        transform = make_transform(
+            in_features, rotation=rotation, persist_rotation=persist_rotation, seed=seed, scales=scales
+        )
+    centroids = codebook(codebook_kind, bits)
+    indices, row_scales = quantize_rows(rows, transform, centroids, name=name, threads=threads)
+    return LayerData(name, in_features, indices, row_scales, centroids, transform, bias, bias_dtype, stack)
+
+
+def make_transform(
+    dim: int,
+    *,
+    rotation: str = "hartley",
+    persist_rotation: bool = False,
+    seed: int = 0,
+    scales: Floats | None = None,
+) -> Transform | None:
+    """The transform of a group of layers.
+
+    Parameters
+    ----------
+    dim : int
+        in_features.
+    rotation : str
+        "hartley": random signs, then Hartley (x) Hadamard. "haar": a random orthogonal matrix. "none".
+    persist_rotation : bool
+        Store a "haar" matrix (4 dim^2 bytes, loads at once) instead of its seed (small, derived at load).
+    seed : int
+        0 to 2^53 - 1; of the signs and of the Haar matrix.
+    scales : floating (dim,), optional
+        The channel scales c; the diagonal is signs / c.
+
+    Returns
+    -------
+    Transform, or None for the identity.
+
+    Raises
+    ------
+    RsvError
+        bad_argument.
+    """
+    if rotation not in ROTATIONS:
+        raise RsvError("bad_argument", "rotation", f"{rotation!r} is not one of {', '.join(ROTATIONS)}")
+    if not 0 <= seed <= MAX_INTEGER:
+        raise RsvError("bad_argument", "seed", f"{seed} is not in 0..2^53 - 1")
+    signs = random_signs(dim, seed) if rotation == "hartley" else None
+    values = None
+    if scales is not None:
+        values = (1 / scales).astype(np.float32)
+        if signs is not None:
+            plus_minus = Transform(dim, signs=signs).d
+            assert plus_minus is not None
+            values, signs = values * plus_minus, None
+    if rotation == "haar" and dim > 1:
+        matrix = haar(dim, seed)
+        if persist_rotation:
+            return Transform(dim, 1, signs, values, "matrix", None, matrix)
+        return Transform(dim, 1, signs, values, "haar", seed, haar_witness(matrix))
+    if rotation == "hartley":
+        n = kronecker_split(dim)
+        return Transform(dim, n, signs, values, "hartley" if n < dim else None)
+    return None if values is None else Transform(dim, 1, None, values)
+
+
+def channel_scales(importance: Floats, squares: NDArray[np.float64], name: str) -> NDArray[np.float64]:
+    """c_j proportional to (h_j / sum_i W_ij^2)^(1/4), which minimises sum_j h_j |dW_j|^2 (SPEC section 14).
+
+    Parameters
+    ----------
+    importance : (in_features,)
+        h, the mean squared activation of each input channel; its unit does not matter.
+    squares : (in_features,)
+        Sum of squares of each column, over all layers that share the input.
+
+    Returns
+    -------
+    float64 (in_features,), geometric mean 1 before clamping; 1 where a column is zero.
+
+    Raises
+    ------
+    RsvError
+        importance_mismatch: another length, or not finite and non-negative.
+    """
+    h = np.asarray(importance, np.float64)
+    if h.shape != squares.shape:
+        raise RsvError("importance_mismatch", name, f"{h.shape} importances for {squares.shape[0]} input channels")
+    if not np.isfinite(h).all() or (h < 0).any():
+        raise RsvError("importance_mismatch", name, "importances must be finite and not negative")
+    used = (h > 0) & (squares > 0)
+    if not used.any():
+        return np.ones_like(h)
+    log_ratio = np.log(np.where(used, h, 1.0)) - np.log(np.where(used, squares, 1.0))
+    c = np.exp((log_ratio - log_ratio[used].mean()) / 4)
+    c = np.where(squares > 0, np.where(h > 0, c, 0.0), 1.0)
+    return np.clip(c, 1 / _MAX_CHANNEL_SCALE, _MAX_CHANNEL_SCALE)
+
+
+def column_squares(matrices: Iterable[Floats]) -> NDArray[np.float64]:
+    """Sum of squares of each column, float64 (in_features,), over matrices (rows, in_features)."""
+    total: NDArray[np.float64] | None = None
+    for matrix in matrices:
+        step = max(1, _CHUNK // matrix.shape[1])
+        for start in range(0, matrix.shape[0], step):
+            chunk = matrix[start : start + step].astype(np.float64)
+            squares = np.einsum("ij,ij->j", chunk, chunk)
+            total = squares if total is None else total + squares
+    assert total is not None
+    return total
+
+
+def quantize_rows(
+    weight: Floats,
+    transform: Transform | None,
+    centroids: NDArray[np.float32],
+    *,
+    name: str = "weight",
+    threads: int | None = None,
+) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+    """Packed indices (rows, row_words) and scales (rows,) of a matrix (rows, in_features)."""
+    rows, in_features = weight.shape
+    bits = centroids.size.bit_length() - 1
+    indices = np.empty((rows, row_words(in_features, bits)), np.uint32)
+    scales = np.empty(rows, np.float32)
+    nearest = _nearest(centroids)
+    multiplier = None if transform is None or transform.d is None else (1 / transform.d).astype(np.float32)
+    if transform is not None:
+        transform.rotate(np.zeros((1, in_features), np.float32))  # derives what the threads then share
+
+    def work(start: int) -> None:
+        chunk = slice(start, min(start + step, rows))
+        x = weight[chunk].astype(np.float32, copy=multiplier is None)
+        if multiplier is not None:
+            x = x * multiplier
+        scales[chunk] = _normalise(x, name, start)
+        if transform is not None:
+            x = transform.rotate(x)
+        indices[chunk] = pack_unchecked(nearest(x), bits)
+
+    step = max(1, _CHUNK // in_features)
+    run_threads(work, range(0, rows, step), threads)
+    return indices, scales
+
+
+def run_threads(work: Callable[[int], None], items: Sequence[int], threads: int | None) -> None:
+    """Call `work` on every item; numpy lets threads run side by side."""
+    workers = min(threads or os.cpu_count() or 1, len(items))
+    if workers <= 1:
+        for item in items:
+            work(item)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        for _ in pool.map(work, items):
+            pass
+
+
+def _normalise(x: NDArray[np.float32], name: str, first_row: int) -> NDArray[np.float32]:
+    """Divide rows by their root mean square, in place; return it."""
+    squares = np.einsum("ij,ij->i", x, x)
+    scales = np.sqrt(squares / np.float32(x.shape[1]))
+    odd = np.flatnonzero(~((squares > _TINY) & (squares < _HUGE)))
+    with np.errstate(divide="ignore"):
+        factors = 1 / scales
+    factors[odd] = 1
+    for row in odd:
+        wide = x[row].astype(np.float64)
+        scale = float(np.sqrt(np.mean(wide * wide)))
+        if not np.isfinite(scale):
+            column = int(np.argmax(~np.isfinite(x[row])))
+            raise RsvError("nonfinite_weight", name, f"row {first_row + row}, column {column} is {x[row, column]}")
+        scales[row] = scale
+        if scale:
+            x[row] = wide / scale
+    x *= factors[:, None]
+    return np.asarray(scales)
+
+
+@lru_cache(maxsize=32)
+def _nearest_cached(data: bytes) -> Callable[[NDArray[np.float32]], NDArray[np.uint8]]:
+    centroids = np.frombuffer(data, "<f4")
+    edges = boundaries(centroids)
+    bits = centroids.size.bit_length() - 1
+    return _counter(edges) if bits <= _COUNTED_BITS else _table(edges)
+
+
+def _nearest(centroids: NDArray[np.float32]) -> Callable[[Floats], NDArray[np.uint8]]:
+    """A function from values (rows, n) to the indices of the nearest centroids, uint8."""
+    return _nearest_cached(centroids.astype("<f4").tobytes())
+
+
+def _counter(edges: NDArray[np.float32]) -> Callable[[NDArray[np.float32]], NDArray[np.uint8]]:
+    """The index is the number of boundaries below the value."""
+
+    def nearest(x: NDArray[np.float32]) -> NDArray[np.uint8]:
+        codes = np.zeros(x.shape, np.uint8)
+        above = np.empty(x.shape, np.bool_)
+        for edge in edges:
+            np.greater(x, edge, out=above)
+            codes += above.view(np.uint8)
+        return codes
+
+    return nearest
+
+
+def _table(edges: NDArray[np.float32]) -> Callable[[NDArray[np.float32]], NDArray[np.uint8]]:
+    """The same from a grid fine enough that a cell holds one boundary at most: a look-up and one comparison."""
+    span = np.float32(_CELLS / 2 / (float(np.abs(edges).max()) * 1.01))
+
+    def cell(x: NDArray[np.float32]) -> NDArray[np.intp]:
+        return (x * span + np.float32(_CELLS / 2)).astype(np.intp)
+
+    cells = cell(edges)
+    assert np.unique(cells).size == edges.size, "two boundaries in one cell"
+    below = np.searchsorted(cells, np.arange(_CELLS)).astype(np.uint8)  # boundaries in lower cells
+    own = np.full(_CELLS, np.inf, np.float32)
+    own[cells] = edges
+
+    def nearest(x: NDArray[np.float32]) -> NDArray[np.uint8]:
+        at = cell(x)
+        codes = below.take(at, mode="clip")
+        codes += x > own.take(at, mode="clip")
+        return codes
+
+    return nearest

@@ -1,0 +1,473 @@
+"""Open a file: check it in trust order, then hand out lazy zero-copy views (SPEC sections 4, 8 and 9)."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import hashlib
+import mmap as _mmap
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import TracebackType
+from typing import IO, Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rsv_format.dtypes import NUMPY_DTYPE, to_float32
+from rsv_format.errors import RsvError
+from rsv_format.header import AttachmentEntry, Header, LayerEntry, TensorEntry, parse_header
+from rsv_format.layout import LayerLayout, blobs_start, layer_layout, parse_prologue
+from rsv_format.limits import PROLOGUE_NBYTES
+from rsv_format.packing import unpack_padded
+from rsv_format.rotation import Floats, Transform
+from rsv_format.validate import Blob, check_references, walk
+
+Source = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes]
+_T = TypeVar("_T")
+_ROWS_NBYTES = 8 * 2**20  # float32 rows that matmul and dequantize hold at a time
+
+
+def open(source: Source, *, mmap: bool = True) -> File:
+    """Open an RSV file and check it from framing to extent; payload is left to `verify`.
+
+    Parameters
+    ----------
+    source : path, bytes-like or binary file object
+        A path and a file object with a descriptor are mapped read-only.
+    mmap : bool
+        False reads the file into memory instead, for network file systems.
+
+    Returns
+    -------
+    File
+        A context manager. Arrays taken from it stay valid after it is closed.
+
+    Raises
+    ------
+    RsvError
+        io_error, or any code of the framing, json, schema, reference and extent phases. SPEC section 9.
+    """
+    buffer = _buffer(source, mmap)
+    prologue = parse_prologue(bytes(buffer[:PROLOGUE_NBYTES]), buffer.nbytes)
+    end = PROLOGUE_NBYTES + prologue.header_nbytes
+    text = bytes(buffer[PROLOGUE_NBYTES:end])
+    if hashlib.sha256(text).digest() != prologue.header_sha256:
+        raise RsvError("header_digest_mismatch", "header_sha256", "the header is not what was written")
+    if any(buffer[end : blobs_start(prologue.header_nbytes)]):
+        raise RsvError("header_padding_nonzero", f"byte {end}", "the padding after the header must be zero")
+    header = parse_header(text)
+    check_references(header)
+    blobs, file_nbytes = walk(header, prologue.header_nbytes)
+    if file_nbytes != prologue.file_nbytes:
+        raise RsvError(
+            "file_extent", "file_nbytes", f"the header describes {file_nbytes} bytes, not {prologue.file_nbytes}"
+        )
+    return File(buffer, header, blobs, prologue.header_nbytes)
+
+
+def _buffer(source: Source, mmap: bool) -> memoryview:
+    """The whole file as read-only bytes."""
+    if isinstance(source, bytes | bytearray | memoryview):
+        return memoryview(source).cast("B").toreadonly()
+    try:
+        if isinstance(source, str | os.PathLike):
+            with builtins.open(source, "rb") as file:
+                return _file_buffer(file, mmap)
+        return _file_buffer(source, mmap)
+    except OSError as e:
+        name = os.fspath(source) if isinstance(source, str | os.PathLike) else "file object"
+        raise RsvError("io_error", str(name), e.strerror or str(e)) from e
+
+
+def _file_buffer(file: IO[bytes], mmap: bool) -> memoryview:
+    if mmap:
+        with contextlib.suppress(OSError, AttributeError, ValueError):  # no descriptor, or an empty file
+            return memoryview(_mmap.mmap(file.fileno(), 0, access=_mmap.ACCESS_READ))
+    return memoryview(file.read()).toreadonly()
+
+
+class _Lazy(Mapping[str, _T], Generic[_T]):
+    """A name -> item mapping whose items are built when asked for."""
+
+    def __init__(self, positions: dict[str, int], build: Callable[[int], _T]) -> None:
+        self._positions = positions
+        self._build = build
+        self._built: dict[str, _T] = {}
+
+    def __getitem__(self, name: str) -> _T:
+        if name not in self._built:
+            self._built[name] = self._build(self._positions[name])
+        return self._built[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._positions)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._positions
+
+
+class File:
+    """An open file. Use it as a context manager, or call `close`."""
+
+    def __init__(self, buffer: memoryview, header: Header, blobs: list[Blob], header_nbytes: int) -> None:
+        self._buffer: memoryview | None = buffer
+        self.header = header
+        self.nbytes = buffer.nbytes
+        self.blobs = blobs
+        self.header_nbytes = header_nbytes
+        self._transforms: dict[int, Transform] = {}
+
+    @property
+    def buffer(self) -> memoryview:
+        """All bytes of the file, read-only.
+
+        Raises
+        ------
+        RsvError
+            closed
+        """
+        if self._buffer is None:
+            raise RsvError("closed", "file", "it was closed before this was read")
+        return self._buffer
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """What the writer noted, string to string."""
+        return self.header.metadata
+
+    @cached_property
+    def layers(self) -> Mapping[str, Layer]:
+        """Layers by name, in the order of the file."""
+        names = {entry.name: i for i, entry in enumerate(self.header.layers)}
+        return _Lazy(names, lambda i: Layer(self, self.header.layers[i], self._blob("layer", i)))
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Unquantized tensors by name."""
+        names = {entry.name: i for i, entry in enumerate(self.header.tensors)}
+        return _Lazy(names, lambda i: Tensor(self, self.header.tensors[i], self._blob("tensor", i)))
+
+    @cached_property
+    def attachments(self) -> Mapping[str, Attachment]:
+        """Attached files by name."""
+        names = {entry.name: i for i, entry in enumerate(self.header.attachments)}
+        return _Lazy(names, lambda i: Attachment(self, self.header.attachments[i], self._blob("attachment", i)))
+
+    def codebook(self, index: int) -> NDArray[np.float32]:
+        """Centroids of a codebook of the table, float32 (2**bits,)."""
+        return self.view(self._blob("codebook", index).offset, "f32", (2 ** self.header.codebooks[index].bits,))
+
+    def transform(self, index: int) -> Transform:
+        """A transform of the table; the same object each time, so that what it derives is derived once."""
+        if index not in self._transforms:
+            self._transforms[index] = self._transform(index)
+        return self._transforms[index]
+
+    def view(self, offset: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+        """A read-only view of bytes of the file."""
+        count = int(np.prod(shape, dtype=object))
+        return np.frombuffer(self.buffer, NUMPY_DTYPE[dtype], count, offset if count else 0).reshape(shape)
+
+    def close(self) -> None:
+        """Let go of the file; arrays taken from it keep their bytes."""
+        buffer, self._buffer = self._buffer, None
+        self._transforms.clear()
+        if buffer is not None:
+            with contextlib.suppress(BufferError):
+                buffer.release()
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<rsv_format.File: {len(self.layers)} layers, {len(self.tensors)} tensors, {self.nbytes} bytes>"
+
+    @cached_property
+    def _by_entry(self) -> dict[tuple[str, int], Blob]:
+        return {(blob.kind, blob.index): blob for blob in self.blobs}
+
+    def _blob(self, kind: str, index: int) -> Blob:
+        return self._by_entry[kind, index]
+
+    def _transform(self, index: int) -> Transform:
+        entry = self.header.transforms[index]
+        signs = values = stored = None
+        if entry.diagonal is not None:
+            offset = self._blob("diagonal", index).offset
+            if entry.diagonal.kind == "signs":
+                signs = self.view(offset, "u8", (-(-entry.dim // 8),))
+            else:
+                values = self.view(offset, "f32", (entry.dim,))
+        if entry.factor is not None and entry.factor.sha256 is not None:
+            m = entry.dim // entry.hadamard
+            shape = (m, m) if entry.factor.kind == "matrix" else (m,)
+            stored = self.view(self._blob("factor", index).offset, "f32", shape)
+        kind, seed = (entry.factor.kind, entry.factor.seed) if entry.factor else (None, None)
+        return Transform(entry.dim, entry.hadamard, signs, values, kind, seed, stored)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One quantized linear layer (or `stack` of them), read where it lies.
+
+    W_rot[i, j] = scales[i] * codebook[index[i, j]];  W = W_rot @ T;  y = transform(x) @ W_rot.T + bias.
+    """
+
+    file: File
+    entry: LayerEntry
+    blob: Blob
+
+    @property
+    def name(self) -> str:
+        """The module's path, as "model.layers.0.mlp.up_proj"."""
+        return self.entry.name
+
+    @property
+    def in_features(self) -> int:
+        """Width of the input."""
+        return self.entry.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Width of the output."""
+        return self.entry.out_features
+
+    @property
+    def stack(self) -> int:
+        """How many equal matrices, 1 for a plain layer."""
+        return self.entry.stack
+
+    @property
+    def bits(self) -> int:
+        """Bits of an index."""
+        return self.file.header.codebooks[self.entry.codebook].bits
+
+    @property
+    def bias_dtype(self) -> str | None:
+        """ "f32", "f16", "bf16" or None."""
+        return self.entry.bias
+
+    @property
+    def offset(self) -> int:
+        """Of the blob in the file, bytes."""
+        return self.blob.offset
+
+    @property
+    def nbytes(self) -> int:
+        """Of the blob."""
+        return self.blob.nbytes
+
+    @property
+    def layout(self) -> LayerLayout:
+        """Where the parts of the blob lie."""
+        return layer_layout(self.in_features, self.entry.rows, self.bits, self.bias_dtype)
+
+    @property
+    def parts(self) -> list[tuple[str, int, int]]:
+        """(kind, offset in the file, nbytes) of indices, scales and bias."""
+        at, parts = self.layout, [("indices", self.offset, self.layout.indices_nbytes)]
+        parts.append(("scales", self.offset + at.scales_offset, at.scales_nbytes))
+        if self.bias_dtype:
+            parts.append(("bias", self.offset + at.bias_offset, at.bias_nbytes))
+        return parts
+
+    @property
+    def indices(self) -> NDArray[np.uint32]:
+        """Packed indices, uint32 (stack * out_features, row_words)."""
+        return self.file.view(self.offset, "u32", (self.layout.rows, self.layout.row_words))
+
+    @property
+    def scales(self) -> NDArray[np.float32]:
+        """float32 (stack * out_features,)."""
+        return self.file.view(self.offset + self.layout.scales_offset, "f32", (self.layout.rows,))
+
+    @property
+    def bias(self) -> NDArray[Any] | None:
+        """(stack * out_features,) in `bias_dtype`; bfloat16 as its uint16 bits."""
+        if self.bias_dtype is None:
+            return None
+        return self.file.view(self.offset + self.layout.bias_offset, self.bias_dtype, (self.layout.rows,))
+
+    def bias_float32(self) -> NDArray[np.float32] | None:
+        """The bias as float32, exactly."""
+        bias = self.bias
+        return None if bias is None or self.bias_dtype is None else to_float32(bias, self.bias_dtype)
+
+    @property
+    def codebook_id(self) -> int:
+        """Position in the table of codebooks: layers with the same one share it."""
+        return self.entry.codebook
+
+    @property
+    def codebook(self) -> NDArray[np.float32]:
+        """Centroids, float32 (2**bits,)."""
+        return self.file.codebook(self.entry.codebook)
+
+    @property
+    def transform_id(self) -> int | None:
+        """Position in the table of transforms: layers with the same one transform their input alike."""
+        return self.entry.transform
+
+    @property
+    def transform(self) -> Transform | None:
+        """The map applied to the input axis; None is the identity."""
+        return None if self.entry.transform is None else self.file.transform(self.entry.transform)
+
+    def unpack(self) -> NDArray[np.uint8]:
+        """The indices, uint8 (stack * out_features, in_features)."""
+        return unpack_padded(self.indices, self.bits)[:, : self.in_features]
+
+    def dequantize_rotated(self) -> NDArray[np.float32]:
+        """W_rot, float32 (stack * out_features, in_features), bit-exact (SPEC section 8)."""
+        out = np.empty((self.layout.rows, self.in_features), np.float32)
+        for rows, w_rot in self._rotated():
+            out[rows] = w_rot
+        return out
+
+    def dequantize(self) -> NDArray[np.float32]:
+        """Dense W in the original basis: float32 (out_features, in_features), with a leading axis if stacked."""
+        out = np.empty((self.layout.rows, self.in_features), np.float32)
+        transform = self.transform
+        for rows, w_rot in self._rotated():
+            out[rows] = w_rot if transform is None else transform.apply_inverse(w_rot)
+        return out if self.stack == 1 else out.reshape(self.stack, self.out_features, self.in_features)
+
+    def matmul(self, x: Floats) -> NDArray[np.float32]:
+        """x @ W.T + bias without W: the activation is transformed, a few rows of W_rot live at a time.
+
+        Parameters
+        ----------
+        x : floating (..., in_features)
+
+        Returns
+        -------
+        float32 (..., out_features), with a leading axis of `stack` if stacked.
+
+        Raises
+        ------
+        RsvError
+            bad_argument: the last axis is not in_features long. SPEC section 8.
+        """
+        if x.ndim == 0 or x.shape[-1] != self.in_features:
+            raise RsvError("bad_argument", self.name, f"x is {x.shape}, its last axis must be {self.in_features}")
+        flat = x.astype(np.float32, copy=False).reshape(-1, self.in_features)
+        transform = self.transform
+        flat = flat if transform is None else transform.apply(flat)
+        y = np.empty((flat.shape[0], self.layout.rows), np.float32)
+        for rows, w_rot in self._rotated():
+            y[:, rows] = flat @ w_rot.T
+        bias = self.bias_float32()
+        if bias is not None:
+            y += bias
+        if self.stack == 1:
+            return y.reshape(*x.shape[:-1], self.out_features)
+        experts = y.reshape(-1, self.stack, self.out_features).swapaxes(0, 1)
+        return experts.reshape(self.stack, *x.shape[:-1], self.out_features)
+
+    def _rotated(self) -> Iterator[tuple[slice, NDArray[np.float32]]]:
+        """W_rot by chunks of rows."""
+        indices, scales, codebook = self.indices, self.scales, self.codebook
+        step = max(1, _ROWS_NBYTES // (4 * self.in_features))
+        for start in range(0, self.layout.rows, step):
+            rows = slice(start, min(start + step, self.layout.rows))
+            codes = unpack_padded(indices[rows], self.bits)[:, : self.in_features]
+            yield rows, codebook[codes] * scales[rows, None]
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """An array kept as it was."""
+
+    file: File
+    entry: TensorEntry
+    blob: Blob
+
+    @property
+    def name(self) -> str:
+        """The parameter's path, as "model.norm.weight"."""
+        return self.entry.name
+
+    @property
+    def dtype(self) -> str:
+        """RSV's name of the element type, as "bf16"."""
+        return self.entry.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Axes, outermost first."""
+        return self.entry.shape
+
+    @property
+    def offset(self) -> int:
+        """Of the blob in the file, bytes."""
+        return self.blob.offset
+
+    @property
+    def nbytes(self) -> int:
+        """Of the blob."""
+        return self.blob.nbytes
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """A zero-copy view; bf16 as its uint16 bits, bool as uint8."""
+        return self.file.view(self.offset, self.dtype, self.shape)
+
+    def float32(self) -> NDArray[np.float32]:
+        """The values as float32."""
+        return to_float32(self.array, self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Attachment:
+    """A file carried along: config.json, tokenizer.json."""
+
+    file: File
+    entry: AttachmentEntry
+    blob: Blob
+
+    @property
+    def name(self) -> str:
+        """A plain file name."""
+        return self.entry.name
+
+    @property
+    def media_type(self) -> str:
+        """As "application/json"."""
+        return self.entry.media_type
+
+    @property
+    def offset(self) -> int:
+        """Of the blob in the file, bytes."""
+        return self.blob.offset
+
+    @property
+    def nbytes(self) -> int:
+        """Of the blob."""
+        return self.blob.nbytes
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes, read-only."""
+        return self.file.buffer[self.offset : self.offset + self.nbytes]
+
+    def text(self) -> str:
+        """The bytes as UTF-8.
+
+        Raises
+        ------
+        RsvError
+            invalid_utf8
+        """
+        try:
+            return str(self.data, "utf-8")
+        except UnicodeDecodeError as e:
+            raise RsvError("invalid_utf8", f"attachment {self.name}", e.reason) from None

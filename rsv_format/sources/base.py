@@ -1,0 +1,134 @@
+"""What a source is: named tensors that are read one at a time, a config and attachments.
+
+A source is the input of the quantizer and no part of the file format, so SPEC.md is silent about it.
+Opening a source reads headers only; the callables of a `SourceTensor` read one tensor each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rsv_format.dtypes import FLOAT_DTYPES, NUMPY_DTYPE, to_bfloat16, to_float32
+from rsv_format.errors import RsvError
+
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.float32]
+
+# What owns a ".weight" and is one of these, or holds one of these words, is not a linear layer.
+_NOT_LINEAR = frozenset({"wte", "wpe", "lm_head", "output", "gate", "router", "shared_expert_gate"})
+_NOT_LINEAR_WORDS = ("norm", "conv", "relative_attention_bias")
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """One tensor of a source, not yet read.
+
+    `dtype` is the RSV name of the dtype it is kept in, `read` returns that form (bfloat16 as uint16 bit
+    patterns) and `float32` the same values as dense float32, both of shape `shape`.  Either raises RsvError
+    `source_invalid` when the file does not hold what its header said.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Array]
+    float32: Callable[[], Floats]
+
+
+@dataclass
+class Source:
+    """An opened model: tensors by Hugging Face name, the config, and attachments (media type, bytes)."""
+
+    kind: str
+    path: str
+    tensors: dict[str, SourceTensor]
+    config: dict[str, Any] | None = None
+    attachments: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+
+    def is_linear(self, name: str) -> bool:
+        """Whether a tensor is the weight of a linear layer, (out, in), or expert stack, (n, out, in)."""
+        tensor = self.tensors[name]
+        *parents, last = name.split(".")
+        if last != "weight" or not parents or tensor.dtype not in FLOAT_DTYPES:
+            return False
+        if len(tensor.shape) != (3 if "switch_mlp" in parents else 2):
+            return False
+        owner = parents[-1]
+        return not (
+            owner in _NOT_LINEAR
+            or any(word in owner for word in _NOT_LINEAR_WORDS)
+            or any("embed" in parent for parent in parents)
+        )
+
+    def close(self) -> None:
+        """Forget the tensors, and with them the files they are read from."""
+        self.tensors = {}
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def dense_tensor(name: str, dtype: str, shape: tuple[int, ...], read: Callable[[], Array]) -> SourceTensor:
+    """A tensor whose float32 form follows from its kept form."""
+    return SourceTensor(name, dtype, shape, read, lambda: to_float32(read(), dtype))
+
+
+def from_float32(values: Floats, dtype: str, where: str) -> Array:
+    """Float32 to a kept form f32, f16 or bf16, to nearest even; `source_invalid` where f16 overflows."""
+    if dtype == "bf16":
+        return to_bfloat16(values)
+    with np.errstate(over="ignore"):
+        kept = values.astype(NUMPY_DTYPE[dtype])
+    if np.isinf(kept).any() and np.isfinite(values).all():
+        raise RsvError("source_invalid", where, "a value is beyond the range of float16, in which it would be kept")
+    return kept
+
+
+def library(name: str, where: str) -> Any:
+    """Import the package or module that reads this kind of source, or say how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        detail = f"{name} is not installed: pip install 'rsv-format[sources]'"
+        raise RsvError("source_unsupported", where, detail) from error
+
+
+@contextmanager
+def reading(where: str) -> Iterator[None]:
+    """Around a third-party reader: OSError becomes `io_error`, all else that it raises `source_invalid`."""
+    try:
+        yield
+    except RsvError:
+        raise
+    except OSError as error:
+        raise RsvError("io_error", where, str(error)) from error
+    except Exception as error:  # the readers promise no exception type for malformed input
+        raise RsvError("source_invalid", where, f"{type(error).__name__}: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; `source_invalid` when it is anything else."""
+    with reading(str(path)):
+        value = json.loads(path.read_bytes())
+    if not isinstance(value, dict):
+        raise RsvError("source_invalid", str(path), "is not a JSON object")
+    return value
+
+
+def json_attachment(value: dict[str, Any]) -> tuple[str, bytes]:
+    return "application/json", (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

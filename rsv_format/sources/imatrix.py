@@ -1,0 +1,112 @@
+"""llama.cpp's importance matrices: the mean squared activation of every input channel of a layer.
+
+Two formats: GGUF with tensors NAME.in_sum2 and NAME.counts, and an older one without a magic number.  Neither
+tells the architecture.  An expert stack gets one vector, the mean over all tokens that reach any expert, since
+its experts share a transform.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from rsv_format.errors import RsvError
+from rsv_format.sources import gguf
+from rsv_format.sources.base import Array, Floats, reading
+from rsv_format.sources.gguf_names import hugging_face_name, mixtral_suffix
+from rsv_format.sources.gguf_reader import is_gguf
+
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+
+
+def load_imatrix(path: str | Path) -> dict[str, Floats]:
+    """Read an importance matrix.
+
+    Returns
+    -------
+    dict
+        Layer name, such as "model.layers.0.self_attn.q_proj", to float32 (in_features,).  Experts go by both
+        names that mlx-lm has for them, mlp.switch_mlp and block_sparse_moe.switch_mlp.  Layers that saw no
+        token are left out.
+
+    Raises
+    ------
+    RsvError
+        `io_error`; `source_invalid` for a malformed file; `source_unsupported` without gguf.
+    """
+    path = Path(path)
+    means = _from_gguf(path) if is_gguf(path) else _from_legacy(path)
+    layers: dict[str, Floats] = {}
+    for name, mean in means.items():
+        if not (np.isfinite(mean).all() and (mean >= 0).all()):
+            raise RsvError("source_invalid", f"{path}: {name}", "has a negative or non-finite mean square")
+        for layer in _layer_names(name):
+            layers[layer] = mean.astype(np.float32)
+    if not layers:
+        raise RsvError("source_invalid", str(path), "has no entry for a layer of a known name")
+    return layers
+
+
+def _layer_names(name: str) -> list[str]:
+    full = hugging_face_name(name)
+    if full is None or not full.endswith(".weight"):
+        return []
+    layer = full.removesuffix(".weight")
+    *block, suffix = layer.split(".", 3)
+    return list(dict.fromkeys([layer, ".".join([*block, mixtral_suffix(suffix)])]))
+
+
+def _from_gguf(path: Path) -> dict[str, Array]:
+    tensors = gguf.load_tensors(path)
+    means: dict[str, Array] = {}
+    for name in (key.removesuffix(_SUMS) for key in tensors if key.endswith(_SUMS)):
+        counts = tensors.get(name + _COUNTS)
+        if counts is None:
+            raise RsvError("source_invalid", f"{path}: {name}", "has no counts")
+        sums, total = tensors[name + _SUMS].astype(np.float64), counts.astype(np.float64).sum()
+        if total > 0:
+            means[name] = sums.reshape(-1, sums.shape[-1]).sum(0) / total
+    return means
+
+
+def _from_legacy(path: Path) -> dict[str, Array]:
+    """i32 entries, each: i32 length, name, i32 calls, i32 count, float32 mean * calls; a trailer is ignored."""
+    with reading(str(path)):
+        data = path.read_bytes()
+    offset = 0
+
+    def take(count: int, what: str) -> bytes:
+        nonlocal offset
+        if not 0 <= count <= len(data) - offset:
+            raise RsvError("source_invalid", str(path), f"no importance matrix: {what} at byte {offset} does not fit")
+        offset += count
+        return data[offset - count : offset]
+
+    def integer(what: str) -> int:
+        value: int = struct.unpack("<i", take(4, what))[0]
+        return value
+
+    entries: dict[str, Array] = {}
+    for _ in range(integer("the number of entries")):
+        name = take(integer("the length of a name"), "a name").decode("utf-8", "replace")
+        calls, count = integer("a number of calls"), integer("a number of values")
+        values = np.frombuffer(take(4 * count, "an entry's values"), "<f4").astype(np.float64)
+        if count == 0:
+            raise RsvError("source_invalid", f"{path}: {name}", "has no values")
+        entries[name] = values / max(calls, 1)
+    return {name: _per_channel(name, mean, entries, path) for name, mean in entries.items()}
+
+
+def _per_channel(name: str, mean: Array, entries: dict[str, Array], path: Path) -> Array:
+    """An expert stack's entry holds one expert after the other; the router's width tells their number."""
+    stem = name.removesuffix("_exps.weight")
+    if stem == name:
+        return mean
+    block = stem.rpartition(".")[0]
+    router, gate = entries.get(f"{block}.ffn_gate_inp.weight"), entries.get(f"{block}.ffn_gate_exps.weight")
+    if router is None or gate is None or gate.size % router.size or mean.size % (gate.size // router.size):
+        raise RsvError("source_invalid", f"{path}: {name}", "cannot be divided into experts without the router's entry")
+    experts: Array = mean.reshape(gate.size // router.size, -1)
+    return np.asarray(experts.mean(0))

@@ -1,0 +1,423 @@
+"""Write a file: room reserved, blobs streamed, digests filled in last, atomic rename (SPEC section 11)."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rsv_format.dtypes import NUMPY_DTYPE
+from rsv_format.errors import RsvError
+from rsv_format.header import (
+    NO_DIGEST,
+    AttachmentEntry,
+    CodebookEntry,
+    DiagonalEntry,
+    FactorEntry,
+    Header,
+    LayerEntry,
+    TensorEntry,
+    TransformEntry,
+    build_header,
+    parse_header,
+)
+from rsv_format.layout import Prologue, layer_layout
+from rsv_format.limits import MAX_HEADER_NBYTES, PROLOGUE_NBYTES
+from rsv_format.rotation import Transform
+from rsv_format.validate import Blob, check_references, walk
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class LayerData:
+    """A quantized layer in memory.
+
+    Parameters
+    ----------
+    name : str
+    in_features : int
+    indices : uint32 (stack * out_features, ceil(in_features / 32) * bits)
+        Packed, see `pack`.
+    scales : float32 (stack * out_features,)
+    codebook : float32 (2**bits,)
+    transform : Transform, optional
+        None is the identity.
+    bias : (stack * out_features,), optional
+        In `bias_dtype`, bfloat16 as uint16 bits.
+    bias_dtype : str, optional
+        "f32", "f16" or "bf16".
+    stack : int
+    """
+
+    name: str
+    in_features: int
+    indices: NDArray[np.uint32]
+    scales: NDArray[np.float32]
+    codebook: NDArray[np.float32]
+    transform: Transform | None = None
+    bias: NDArray[Any] | None = None
+    bias_dtype: str | None = None
+    stack: int = 1
+
+    @property
+    def bits(self) -> int:
+        """Bits of an index."""
+        return max(1, int(self.codebook.size).bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class TensorData:
+    """An array to keep as it is: bf16 as uint16 bits, bool as uint8."""
+
+    dtype: str
+    array: NDArray[Any]
+
+
+@dataclass(frozen=True)
+class AttachmentData:
+    """A file to carry along."""
+
+    media_type: str
+    data: bytes
+
+
+def write(
+    path: str | os.PathLike[str],
+    *,
+    layers: Iterable[LayerData] = (),
+    tensors: Mapping[str, TensorData] | None = None,
+    attachments: Mapping[str, AttachmentData] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    extensions: Mapping[str, Any] | None = None,
+) -> None:
+    """Write content that is at hand, canonically: equal content gives equal bytes.
+
+    Equal codebooks and equal transforms are stored once, whether or not they are the same objects.
+
+    Raises
+    ------
+    RsvError
+        content_invalid: an array does not fit its layer; io_error; or a code of the schema and reference
+        phases: no reader would take the file. SPEC section 11.
+    """
+    layers, tensors, attachments = list(layers), dict(tensors or {}), dict(attachments or {})
+    codebooks, transforms = _Table[NDArray[np.float32]](), _Table[Transform]()
+    entries = []
+    for layer in sorted(layers, key=lambda layer: layer.name):
+        codebook = codebooks.add(layer.codebook.astype("<f4").tobytes(), layer.codebook)
+        transform = None
+        if layer.transform is not None:
+            transform = transforms.add(_transform_key(layer.transform), layer.transform)
+        rows = layer.scales.size
+        if layer.stack < 1 or rows % layer.stack:
+            raise RsvError("content_invalid", layer.name, f"{rows} scales are not {layer.stack} equal matrices")
+        entries.append(
+            LayerEntry(
+                layer.name, layer.in_features, rows // layer.stack, layer.stack, codebook, transform,
+                layer.bias_dtype,
+            )  # fmt: skip
+        )
+    header = Header(
+        tuple(CodebookEntry(max(1, int(c.size).bit_length() - 1)) for c in codebooks.items),
+        tuple(transform_entry(t) for t in transforms.items),
+        tuple(entries),
+        tuple(TensorEntry(name, tensors[name].dtype, tensors[name].array.shape) for name in tensors),
+        tuple(AttachmentEntry(name, a.media_type, len(a.data)) for name, a in attachments.items()),
+        dict(metadata or {}),
+        (),
+        dict(extensions or {}),
+    )
+    with Writer(path, header) as writer:
+        for i, c in enumerate(codebooks.items):
+            writer.codebook(i, c)
+        for i, t in enumerate(transforms.items):
+            writer.transform(i, t)
+        for layer in layers:
+            writer.layer(layer)
+        for name, tensor in tensors.items():
+            writer.tensor(name, tensor.array)
+        for name, attachment in attachments.items():
+            writer.attachment(name, attachment.data)
+
+
+def transform_entry(t: Transform) -> TransformEntry:
+    """What the header says of a transform."""
+    diagonal = DiagonalEntry(t.diagonal) if t.diagonal else None
+    factor = None
+    if t.factor is not None:
+        factor = FactorEntry(t.factor, t.seed, None if t.factor == "hartley" else NO_DIGEST)
+    return TransformEntry(t.dim, t.hadamard, diagonal, factor)
+
+
+def arrange(header: Header) -> Header:
+    """The canonical order: layers, tensors and attachments by name, tables by first use (SPEC section 11)."""
+    layers = sorted(header.layers, key=lambda layer: layer.name)
+    codebooks = list(dict.fromkeys(layer.codebook for layer in layers))
+    transforms = list(dict.fromkeys(layer.transform for layer in layers if layer.transform is not None))
+    return replace(
+        header,
+        codebooks=tuple(header.codebooks[i] for i in codebooks),
+        transforms=tuple(header.transforms[i] for i in transforms),
+        layers=tuple(
+            replace(
+                layer,
+                codebook=codebooks.index(layer.codebook),
+                transform=None if layer.transform is None else transforms.index(layer.transform),
+            )
+            for layer in layers
+        ),
+        tensors=tuple(sorted(header.tensors, key=lambda tensor: tensor.name)),
+        attachments=tuple(sorted(header.attachments, key=lambda attachment: attachment.name)),
+        requires=tuple(sorted(header.requires)),
+    )
+
+
+class Writer:
+    """Streams one file into place; leaves the old file, or none, if it is not brought to its end.
+
+    Parameters
+    ----------
+    path : path
+        Replaced at the end, in one step; it may be the file that the content is read from.
+    header : Header
+        With digests of any value, its entries in any order; the tables are addressed by the position that
+        they have in it. Equal codebooks and transforms must have been merged by the caller.
+
+    Raises
+    ------
+    RsvError
+        io_error, content_invalid, or a code of the schema and reference phases. SPEC section 11.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
+        self._path = os.path.realpath(path)
+        given, header = header, arrange(header)
+        try:
+            text = build_header(header)
+        except (TypeError, ValueError, RecursionError) as e:  # lone surrogates, objects that JSON lacks
+            raise RsvError("content_invalid", "header", str(e)[:200]) from None
+        if len(text) > MAX_HEADER_NBYTES:
+            raise RsvError("header_too_large", "header", f"{len(text)} bytes, the limit is {MAX_HEADER_NBYTES}")
+        header = parse_header(text)
+        check_references(header)
+        self._header_nbytes = len(text)
+        self._header = header
+        blobs, self._file_nbytes = walk(header, len(text))
+        self._blobs = {(blob.kind, blob.name): blob for blob in blobs}
+        layers = {layer.name: layer for layer in header.layers}
+        # positions in the caller's tables -> positions in the file
+        self._codebooks = {layer.codebook: layers[layer.name].codebook for layer in given.layers}
+        self._transforms = {layer.transform: layers[layer.name].transform for layer in given.layers}
+        self._digests: dict[tuple[str, str], str] = {}
+        self._layers = layers
+        self._tensors = {tensor.name: tensor for tensor in header.tensors}
+        try:
+            if os.path.isdir(self._path):
+                raise IsADirectoryError(21, "it is a directory")
+            folder, name = os.path.split(self._path)
+            descriptor, self._temporary = tempfile.mkstemp(prefix=f".{name[:100]}.", suffix=".tmp", dir=folder)
+            self._file = os.fdopen(descriptor, "wb", buffering=0)
+        except OSError as e:
+            raise RsvError("io_error", str(path), e.strerror or str(e)) from e
+        with self._rolled_back(), contextlib.suppress(AttributeError):
+            os.fchmod(descriptor, _mode(self._path))
+            self._file.truncate(self._file_nbytes)
+
+    def codebook(self, index: int, centroids: NDArray[np.float32]) -> None:
+        """Write the centroids of the codebook at this position of the header that was given."""
+        self._put(("codebook", f"codebooks/{self._codebooks[index]}"), [(0, _bytes(centroids, "f32"))])
+
+    def transform(self, index: int, transform: Transform) -> None:
+        """Write what is stored of a transform."""
+        name = f"transforms/{self._transforms[index]}"
+        if transform.signs is not None:
+            self._put(("diagonal", name), [(0, _bytes(transform.signs, "u8"))])
+        elif transform.values is not None:
+            self._put(("diagonal", name), [(0, _bytes(transform.values, "f32"))])
+        if transform.stored is not None:
+            self._put(("factor", name), [(0, _bytes(transform.stored, "f32"))])
+
+    def layer(self, data: LayerData) -> None:
+        """Write indices, scales and bias of a layer."""
+        entry = self._entry(self._layers, data.name)
+        bits = self._header.codebooks[entry.codebook].bits
+        at = layer_layout(entry.in_features, entry.rows, bits, entry.bias)
+        _fits(data.name, "indices", data.indices, "u32", (at.rows, at.row_words))
+        _fits(data.name, "scales", data.scales, "f32", (at.rows,))
+        parts = [(0, _bytes(data.indices, "u32")), (at.scales_offset, _bytes(data.scales, "f32"))]
+        if entry.bias is not None:
+            if data.bias is None:
+                raise RsvError("content_invalid", data.name, "its bias is missing")
+            _fits(data.name, "bias", data.bias, entry.bias, (at.rows,))
+            parts.append((at.bias_offset, _bytes(data.bias, entry.bias)))
+        self._put(("layer", data.name), parts)
+
+    def tensor(self, name: str, array: NDArray[Any]) -> None:
+        """Write a tensor's elements."""
+        entry = self._entry(self._tensors, name)
+        _fits(name, "tensor", array, entry.dtype, entry.shape)
+        self._put(("tensor", name), [(0, _bytes(array, entry.dtype))])
+
+    def attachment(self, name: str, data: bytes | memoryview) -> None:
+        """Write an attached file."""
+        self._put(("attachment", name), [(0, memoryview(data))])
+
+    def commit(self) -> None:
+        """Fill in the digests, flush to the disk, take the path's place.
+
+        Raises
+        ------
+        RsvError
+            content_invalid: something that the header names was not written; io_error.
+        """
+        missing = [f"{kind} {name}" for kind, name in self._blobs.keys() - self._digests.keys()]
+        if missing:
+            raise RsvError("content_invalid", min(missing), f"{len(missing)} blobs were never written")
+        text = build_header(self._with_digests())
+        assert len(text) == self._header_nbytes
+        prologue = Prologue(len(text), self._file_nbytes, hashlib.sha256(text).digest())
+        self._write(0, prologue.build())
+        self._write(PROLOGUE_NBYTES, text)
+        try:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            os.replace(self._temporary, self._path)
+            _sync_folder(os.path.dirname(self._path))
+        except OSError as e:
+            raise RsvError("io_error", self._path, e.strerror or str(e)) from e
+
+    def discard(self) -> None:
+        """Give up: remove what was written so far, the path's old file stays."""
+        self._file.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._temporary)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        with self._rolled_back():
+            if e is None:
+                self.commit()
+                return
+        self.discard()
+
+    @contextlib.contextmanager
+    def _rolled_back(self) -> Iterator[None]:
+        """Discard the temporary file if the body fails, or is interrupted."""
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
+
+    def _with_digests(self) -> Header:
+        def digest(kind: str, name: str) -> str:
+            return self._digests[kind, name]
+
+        header = self._header
+        transforms = []
+        for i, t in enumerate(header.transforms):
+            name, diagonal, factor = f"transforms/{i}", t.diagonal, t.factor
+            if diagonal is not None:
+                diagonal = replace(diagonal, sha256=digest("diagonal", name))
+            if factor is not None and factor.sha256 is not None:
+                factor = replace(factor, sha256=digest("factor", name))
+            transforms.append(replace(t, diagonal=diagonal, factor=factor))
+        return replace(
+            header,
+            codebooks=tuple(
+                replace(c, sha256=digest("codebook", f"codebooks/{i}")) for i, c in enumerate(header.codebooks)
+            ),
+            transforms=tuple(transforms),
+            layers=tuple(replace(x, sha256=digest("layer", x.name)) for x in header.layers),
+            tensors=tuple(replace(x, sha256=digest("tensor", x.name)) for x in header.tensors),
+            attachments=tuple(replace(x, sha256=digest("attachment", x.name)) for x in header.attachments),
+        )
+
+    def _entry(self, entries: Mapping[str, Any], name: str) -> Any:
+        if name not in entries:
+            raise RsvError("content_invalid", name, "the header does not name it")
+        return entries[name]
+
+    def _put(self, key: tuple[str, str], parts: list[tuple[int, memoryview]]) -> None:
+        """Write the parts of a blob, the gaps between them being zero, and note its digest."""
+        blob: Blob = self._entry(self._blobs, key)  # type: ignore[arg-type]
+        digest, end = hashlib.sha256(), 0
+        for offset, data in parts:
+            digest.update(bytes(offset - end))
+            digest.update(data)
+            self._write(blob.offset + offset, data)
+            end = offset + data.nbytes
+        if end != blob.nbytes:
+            raise RsvError("content_invalid", key[1], f"{end} bytes, the header says {blob.nbytes}")
+        self._digests[key] = digest.hexdigest()
+
+    def _write(self, offset: int, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        try:
+            self._file.seek(offset)
+            while rest.nbytes:
+                rest = rest[self._file.write(rest) :]
+        except OSError as e:
+            raise RsvError("io_error", self._path, e.strerror or str(e)) from e
+
+
+@dataclass
+class _Table(Generic[_T]):
+    """Items by content, each once."""
+
+    items: list[_T] = field(default_factory=list)
+    _positions: dict[Any, int] = field(default_factory=dict)
+
+    def add(self, key: Any, item: _T) -> int:
+        if key not in self._positions:
+            self._positions[key] = len(self.items)
+            self.items.append(item)
+        return self._positions[key]
+
+
+def _transform_key(t: Transform) -> tuple[Any, ...]:
+    contents = (None if a is None else a.tobytes() for a in (t.signs, t.values, t.stored))
+    return (t.dim, t.hadamard, t.factor, t.seed, *contents)
+
+
+def _fits(name: str, part: str, array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> None:
+    if array.shape != shape or array.dtype.newbyteorder("=") != NUMPY_DTYPE[dtype].newbyteorder("="):
+        raise RsvError(
+            "content_invalid", name, f"{part} is {array.dtype} {array.shape}, the header says {dtype} {shape}"
+        )
+
+
+def _bytes(array: NDArray[Any], dtype: str) -> memoryview:
+    """The elements as they are stored, without a copy where they lie so already."""
+    flat = np.ascontiguousarray(array, NUMPY_DTYPE[dtype]).reshape(-1)
+    return flat.view(np.uint8).data
+
+
+def _mode(path: str) -> int:
+    """Permissions of the file that is replaced, or the usual ones of a new file."""
+    try:
+        return os.stat(path).st_mode & 0o777
+    except OSError:
+        mask = os.umask(0)
+        os.umask(mask)
+        return 0o666 & ~mask
+
+
+def _sync_folder(folder: str) -> None:
+    with contextlib.suppress(OSError):  # not every system opens a folder; the rename itself has happened
+        descriptor = os.open(folder or ".", os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
