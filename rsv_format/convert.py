@@ -296,7 +296,7 @@ class _Job:
             weight,
             name=name,
             bits=self.bits,
-            codebook_kind=self.codebook,
+            codebook=self.codebook,
             rotation="none",
             transform=transform,
             bias=None if bias is None else bias.read().reshape(-1),

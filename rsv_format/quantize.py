@@ -1,4 +1,4 @@
-"""Quantize one matrix: scale channels, rotate, normalise rows, take the nearest centroids (SPEC section 12).
+"""Quantize one matrix: scale channels, rotate, normalise rows, take the nearest centroids.
 
 W_rot = (W * c) @ R.T with R the rotation and c the channel scales, 1 / d; row i over scale[i] is close to
 N(0, 1), scale[i] being the row's root mean square.
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rsv_format.codebook import boundaries, codebook
+from rsv_format.codebook import boundaries
+from rsv_format.codebook import codebook as make_codebook
 from rsv_format.errors import RsvError
 from rsv_format.layout import row_words
 from rsv_format.limits import MAX_IN_FEATURES, MAX_INTEGER, MAX_STACK
@@ -37,7 +38,7 @@ def quantize_matrix(
     *,
     name: str = "weight",
     bits: int = 4,
-    codebook_kind: str = "lloyd-max",
+    codebook: str = "lloyd-max",
     rotation: str = "hartley",
     persist_rotation: bool = False,
     seed: int = 0,
@@ -56,7 +57,7 @@ def quantize_matrix(
         The layer's, kept in the result and named in errors.
     bits : int
         1 to 8.
-    codebook_kind : str
+    codebook : str
         "lloyd-max" or "uniform".
     rotation, persist_rotation, seed
         As `make_transform`.
@@ -90,7 +91,7 @@ def quantize_matrix(
         transform = make_transform(
             in_features, rotation=rotation, persist_rotation=persist_rotation, seed=seed, scales=scales
         )
-    centroids = codebook(codebook_kind, bits)
+    centroids = make_codebook(codebook, bits)
     indices, row_scales = quantize_rows(rows, transform, centroids, name=name, threads=threads)
     return LayerData(name, in_features, indices, row_scales, centroids, transform, bias, bias_dtype, stack)
 

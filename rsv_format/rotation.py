@@ -165,6 +165,7 @@ def hartley(m: int) -> NDArray[np.float32]:
     return np.asarray(row[(j[:, None] * j) % m])
 
 
+@lru_cache(maxsize=2)  # layers of one width use one seed
 def haar(m: int, seed: int) -> NDArray[np.float32]:
     """The seeded Haar matrix of order m: Q of a Gaussian matrix's QR with positive diagonal of R.
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import prod
 
 from rsv_format.errors import RsvError
-from rsv_format.header import FactorEntry, Header
+from rsv_format.header import FactorEntry, Header, TensorEntry
 from rsv_format.layout import DTYPE_NBYTES, layer_layout, place
-from rsv_format.limits import MAX_HAAR
+from rsv_format.limits import MAX_HAAR, MAX_INTEGER
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,13 @@ def _check_unique(where: str, names: Iterable[str], taken: Iterable[str] = ()) -
 
 
 def walk(header: Header, header_nbytes: int) -> tuple[list[Blob], int]:
-    """All blobs in the order of the file, placed, and the length of the file."""
+    """All blobs in the order of the file, placed, and the length of the file.
+
+    Raises
+    ------
+    RsvError
+        file_extent: a tensor's shape is beyond any file.
+    """
     parts = list(_sizes(header))
     offsets, file_nbytes = place(header_nbytes, (nbytes for _, _, _, nbytes, _ in parts))
     blobs = [
@@ -110,9 +116,17 @@ def _sizes(header: Header) -> Iterator[tuple[str, int, str, int, str]]:
         layout = layer_layout(layer.in_features, layer.rows, bits, layer.bias)
         yield "layer", i, layer.name, layout.nbytes, layer.sha256
     for i, tensor in enumerate(header.tensors):
-        yield "tensor", i, tensor.name, prod(tensor.shape) * DTYPE_NBYTES[tensor.dtype], tensor.sha256
+        yield "tensor", i, tensor.name, _tensor_nbytes(tensor), tensor.sha256
     for i, attachment in enumerate(header.attachments):
         yield "attachment", i, attachment.name, attachment.nbytes, attachment.sha256
+
+
+def _tensor_nbytes(tensor: TensorEntry) -> int:
+    """Its size; an empty one must not hide axes whose product no machine can index."""
+    spread = prod(length for length in tensor.shape if length) * DTYPE_NBYTES[tensor.dtype]
+    if spread > MAX_INTEGER:
+        raise RsvError("file_extent", f"tensor {tensor.name[:120]}", f"a shape of {spread} bytes")
+    return 0 if 0 in tensor.shape else spread
 
 
 _DIAGONAL_NBYTES: dict[str, Callable[[int], int]] = {

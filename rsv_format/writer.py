@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rsv_format.dtypes import NUMPY_DTYPE
+from rsv_format.dtypes import NUMPY_DTYPE, to_float32
 from rsv_format.errors import RsvError
 from rsv_format.header import (
     NO_DIGEST,
@@ -31,6 +31,7 @@ from rsv_format.header import (
 )
 from rsv_format.layout import Prologue, layer_layout
 from rsv_format.limits import MAX_HEADER_NBYTES, PROLOGUE_NBYTES
+from rsv_format.payload import codebook_faults, diagonal_faults, factor_faults, floats_faults, indices_faults
 from rsv_format.rotation import Transform
 from rsv_format.validate import Blob, check_references, walk
 
@@ -181,6 +182,30 @@ def arrange(header: Header) -> Header:
     )
 
 
+def _undigested(header: Header) -> Header:
+    """The header with stand-ins for all digests."""
+
+    def blank(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(replace(entry, sha256=NO_DIGEST) for entry in entries)
+
+    def bare(t: TransformEntry) -> TransformEntry:
+        stored = t.factor is not None and t.factor.kind != "hartley"
+        return replace(
+            t,
+            diagonal=t.diagonal and replace(t.diagonal, sha256=NO_DIGEST),
+            factor=t.factor and replace(t.factor, sha256=NO_DIGEST if stored else None),
+        )
+
+    return replace(
+        header,
+        codebooks=blank(header.codebooks),
+        transforms=tuple(bare(t) for t in header.transforms),
+        layers=blank(header.layers),
+        tensors=blank(header.tensors),
+        attachments=blank(header.attachments),
+    )
+
+
 class Writer:
     """Streams one file into place; leaves the old file, or none, if it is not brought to its end.
 
@@ -202,7 +227,7 @@ class Writer:
         self._path = os.path.realpath(path)
         given, header = header, arrange(header)
         try:
-            text = build_header(header)
+            text = build_header(_undigested(header))
         except (TypeError, ValueError, RecursionError) as e:  # lone surrogates, objects that JSON lacks
             raise RsvError("content_invalid", "header", str(e)[:200]) from None
         if len(text) > MAX_HEADER_NBYTES:
@@ -234,11 +259,14 @@ class Writer:
 
     def codebook(self, index: int, centroids: NDArray[np.float32]) -> None:
         """Write the centroids of the codebook at this position of the header that was given."""
-        self._put(("codebook", f"codebooks/{self._codebooks[index]}"), [(0, _bytes(centroids, "f32"))])
+        name = f"codebooks/{self._codebooks[index]}"
+        _refuse(codebook_faults(centroids, name))
+        self._put(("codebook", name), [(0, _bytes(centroids, "f32"))])
 
     def transform(self, index: int, transform: Transform) -> None:
         """Write what is stored of a transform."""
         name = f"transforms/{self._transforms[index]}"
+        self._check_transform(index, transform)
         if transform.signs is not None:
             self._put(("diagonal", name), [(0, _bytes(transform.signs, "u8"))])
         elif transform.values is not None:
@@ -253,11 +281,14 @@ class Writer:
         at = layer_layout(entry.in_features, entry.rows, bits, entry.bias)
         _fits(data.name, "indices", data.indices, "u32", (at.rows, at.row_words))
         _fits(data.name, "scales", data.scales, "f32", (at.rows,))
+        _refuse(indices_faults(data.indices, bits, entry.in_features, data.name))
+        _refuse(floats_faults(data.scales, f"{data.name} scales"))
         parts = [(0, _bytes(data.indices, "u32")), (at.scales_offset, _bytes(data.scales, "f32"))]
         if entry.bias is not None:
             if data.bias is None:
                 raise RsvError("content_invalid", data.name, "its bias is missing")
             _fits(data.name, "bias", data.bias, entry.bias, (at.rows,))
+            _refuse(floats_faults(to_float32(data.bias, entry.bias), f"{data.name} bias"))
             parts.append((at.bias_offset, _bytes(data.bias, entry.bias)))
         self._put(("layer", data.name), parts)
 
@@ -319,6 +350,24 @@ class Writer:
         except BaseException:
             self.discard()
             raise
+
+    def _check_transform(self, index: int, transform: Transform) -> None:
+        """It is what the header says, and would verify."""
+        position = self._transforms[index]
+        assert position is not None
+        entry, name = self._header.transforms[position], f"transforms/{position}"
+        given = transform_entry(transform)
+        if given != entry:
+            raise RsvError("content_invalid", name, f"it is {given}, the header says {entry}")
+        if transform.signs is not None:
+            _fits(name, "signs", transform.signs, "u8", (-(-entry.dim // 8),))
+        if transform.values is not None:
+            _fits(name, "values", transform.values, "f32", (entry.dim,))
+        if transform.stored is not None:
+            m = transform.m
+            _fits(name, "factor", transform.stored, "f32", (m, m) if transform.factor == "matrix" else (m,))
+        _refuse(diagonal_faults(transform, name))
+        _refuse(factor_faults(transform, name))
 
     def _with_digests(self) -> Header:
         def digest(kind: str, name: str) -> str:
@@ -396,6 +445,12 @@ def _fits(name: str, part: str, array: NDArray[Any], dtype: str, shape: tuple[in
         raise RsvError(
             "content_invalid", name, f"{part} is {array.dtype} {array.shape}, the header says {dtype} {shape}"
         )
+
+
+def _refuse(faults: Iterator[RsvError]) -> None:
+    """Content that a reader's `verify` would refuse is not written."""
+    for fault in faults:
+        raise RsvError("content_invalid", fault.where, f"{fault.code}: {fault.detail}")
 
 
 def _bytes(array: NDArray[Any], dtype: str) -> memoryview:

@@ -113,6 +113,13 @@ def test_rules_are_unique_and_every_citation_is_defined() -> None:
     assert set(re.findall(RULE, json.dumps(SCHEMA))) <= set(rules)
 
 
+def test_every_requirement_has_a_number() -> None:
+    prose = re.sub(r"^```.*?^```$", "", SPEC, flags=re.MULTILINE | re.DOTALL)
+    for paragraph in re.split(r"\n\n|\n(?= *\* )", prose):
+        if re.search(r"\b(MUST|SHOULD|MAY)\b", paragraph) and "RFC 2119" not in paragraph:
+            assert re.match(rf"\s*\* \*\*{RULE}\*\*", paragraph), paragraph
+
+
 def test_error_table_is_that_of_the_code() -> None:
     rows = table("## 9.", "phase", "when", "code", "rules", "raised where")
     codes = {row[2].strip("`"): row[0] for row in rows}

@@ -43,7 +43,9 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
     if not path.exists():
         if not hub.is_repository(str(spec)):
             raise RsvError("io_error", str(spec), "no such file or folder")
-        path = hub.download(str(spec))
+        source = safetensors.open_folder(hub.download(str(spec)))
+        source.path = str(spec)
+        return source
     if path.is_dir():
         return safetensors.open_folder(path)
     if path.suffix == ".safetensors":

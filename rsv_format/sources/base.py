@@ -94,7 +94,7 @@ def from_float32(values: Floats, dtype: str, where: str) -> Array:
         return to_bfloat16(values)
     with np.errstate(over="ignore"):
         kept = values.astype(NUMPY_DTYPE[dtype])
-    if np.isinf(kept).any() and np.isfinite(values).all():
+    if (np.isinf(kept) & np.isfinite(values)).any():
         raise RsvError("source_invalid", where, "a value is beyond the range of float16, in which it would be kept")
     return kept
 
@@ -105,7 +105,7 @@ def library(name: str, where: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         detail = f"{name} is not installed: pip install 'rsv-format[sources]'"
-        raise RsvError("source_unsupported", where, detail) from error
+        raise RsvError("missing_dependency", where, detail) from error
 
 
 @contextmanager
@@ -131,4 +131,4 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def json_attachment(value: dict[str, Any]) -> tuple[str, bytes]:
-    return "application/json", (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    return "application/json", (json.dumps(value, indent=2) + "\n").encode()

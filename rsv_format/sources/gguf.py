@@ -23,7 +23,7 @@ from rsv_format.sources.base import (
     library,
     reading,
 )
-from rsv_format.sources.gguf_config import Architecture, architecture, build_config
+from rsv_format.sources.gguf_config import Architecture, architecture, build_config, head_count
 from rsv_format.sources.gguf_names import hugging_face_name
 from rsv_format.sources.gguf_reader import Metadata, open_gguf
 from rsv_format.sources.gguf_tokenizer import tokenizer_attachments
@@ -66,24 +66,21 @@ def open_file(path: Path) -> Source:
 
 
 def _check_types(stored: dict[str, Any], where: str) -> None:
-    """Ask the gguf package for one row of each type."""
+    """Dequantize one row of each type, to refuse an unknown one before any work is done."""
     for kind, tensor in {tensor.tensor_type: tensor for tensor in stored.values()}.items():
-        try:
-            if kind.name not in _FLOAT_TYPES:
-                _dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind, f"{where}: {tensor.name}")
-        except NotImplementedError as error:
-            detail = f"tensors of type {kind.name} cannot be dequantized"
-            raise RsvError("source_unsupported", f"{where}: {tensor.name}", detail) from error
+        place = f"{where}: {tensor.name}"
+        if kind.name not in _FLOAT_TYPES:
+            with reading(place):
+                _dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind, place)
 
 
 def _dequantize(data: Array, kind: Any, place: str) -> Floats:
     quants = library("gguf.quants", place)
-    try:
-        values: Floats = quants.dequantize(data, kind)
-    except NotImplementedError:
-        raise
-    except Exception as error:
-        raise RsvError("source_invalid", place, f"{type(error).__name__}: {error}") from error
+    with reading(place), np.errstate(all="ignore"):  # the quantizer refuses what is not finite by name
+        try:
+            values: Floats = quants.dequantize(data, kind)
+        except NotImplementedError as error:
+            raise RsvError("source_unsupported", place, f"{kind.name} tensors cannot be dequantized") from error
     return values
 
 
@@ -125,9 +122,7 @@ def _heads(name: str, shape: tuple[int, ...], kind: Architecture, metadata: Meta
     key = "llama.attention.head_count"
     if owner == "k_proj" and f"{key}_kv" in metadata.values:
         key += "_kv"
-    if isinstance(metadata.values.get(key), list):
-        raise RsvError("source_unsupported", f"{metadata.where}: {key}", "varies from layer to layer")
-    heads = metadata.positive(key)
+    heads = head_count(metadata, key)
     if not shape or shape[0] % (2 * heads):
         raise RsvError("source_invalid", place, f"{shape} does not divide into {heads} heads")
     return heads

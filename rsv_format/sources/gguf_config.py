@@ -64,7 +64,7 @@ def build_config(
     prefix = metadata.require("general.architecture", str)
     hidden, heads = (
         metadata.positive(f"{prefix}.embedding_length"),
-        _heads(metadata, f"{prefix}.attention.head_count"),
+        head_count(metadata, f"{prefix}.attention.head_count"),
     )
     head_dim = metadata.get(f"{prefix}.attention.key_length", int) or hidden // heads
     if (metadata.get(f"{prefix}.rope.dimension_count", int) or head_dim) != head_dim:
@@ -88,7 +88,7 @@ def build_config(
         **_token_ids(metadata),
     }
     if f"{prefix}.attention.head_count_kv" in metadata.values:
-        config["num_key_value_heads"] = _heads(metadata, f"{prefix}.attention.head_count_kv")
+        config["num_key_value_heads"] = head_count(metadata, f"{prefix}.attention.head_count_kv")
     if kind.model_type == "llama":
         config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in tensors
         config["mlp_bias"] = "model.layers.0.mlp.gate_proj.bias" in tensors
@@ -99,7 +99,8 @@ def build_config(
     return config
 
 
-def _heads(metadata: Metadata, key: str) -> int:
+def head_count(metadata: Metadata, key: str) -> int:
+    """The number of heads of every layer; `source_unsupported` where layers differ."""
     if isinstance(metadata.values.get(key), list):
         raise RsvError("source_unsupported", f"{metadata.where}: {key}", "varies from layer to layer")
     return metadata.positive(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,8 +28,8 @@ class Metadata:
             return None
         if kind is float and type(value) is int:
             value = float(value)
-        if type(value) is not kind:
-            raise RsvError("source_invalid", f"{self.where}: {key}", f"{value!r:.80} is not of type {kind.__name__}")
+        if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+            raise RsvError("source_invalid", f"{self.where}: {key}", f"{value!r:.80} is not a finite {kind.__name__}")
         return value
 
     def require(self, key: str, kind: type[T]) -> T:

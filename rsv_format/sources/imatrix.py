@@ -65,7 +65,9 @@ def _from_gguf(path: Path) -> dict[str, Array]:
         counts = tensors.get(name + _COUNTS)
         if counts is None:
             raise RsvError("source_invalid", f"{path}: {name}", "has no counts")
-        sums, total = tensors[name + _SUMS].astype(np.float64), counts.astype(np.float64).sum()
+        sums, total = np.atleast_2d(tensors[name + _SUMS]).astype(np.float64), counts.astype(np.float64).sum()
+        if sums.size == 0 or counts.size != sums.size // sums.shape[-1]:
+            raise RsvError("source_invalid", f"{path}: {name}", f"counts {counts.shape} do not fit {sums.shape}")
         if total > 0:
             means[name] = sums.reshape(-1, sums.shape[-1]).sum(0) / total
     return means

@@ -84,7 +84,8 @@ def _dense(
     *rows, groups = scales.shape or (0,)
     in_features = groups * grouping.group_size
     if (
-        weight.dtype != "u32"
+        in_features == 0
+        or weight.dtype != "u32"
         or weight.shape != (*rows, in_features // 32 * grouping.bits)
         or scales.dtype not in ("f16", "bf16", "f32")
         or (biases.dtype, biases.shape) != (scales.dtype, scales.shape)

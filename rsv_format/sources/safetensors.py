@@ -104,6 +104,8 @@ def _read_sharded(index: Path) -> dict[str, SourceTensor]:
     for file in sorted(set(weight_map.values())):
         if not file.endswith(".safetensors") or "/" in file or "\\" in file or "\0" in file:
             raise RsvError("source_invalid", where, f"{file!r} is not the plain name of a .safetensors file")
+        if not (index.parent / file).exists():
+            raise RsvError("source_invalid", where, f"{file} is missing")
         shards[file] = read_file(index.parent / file)
     for name, file in weight_map.items():
         if name not in shards[file]:

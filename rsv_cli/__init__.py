@@ -1,0 +1,32 @@
+"""The command line `rsv`.
+
+Modules, bottom up:
+
+- terminal: consoles, JSON, progress;  session: errors, signals and closed pipes to exit codes
+- options: arguments that commands share;  files: output put into place whole
+- describe: sizes, names and transforms in words
+- quantize, inspect, compare, export, generate, doctor (with adoption): one command or pair each
+- app: the commands under one name
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def run() -> None:
+    """The console script."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with it closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    try:
+        from rsv_cli.app import app
+    except ModuleNotFoundError as e:
+        package = (e.name or "").partition(".")[0]
+        if package not in ("typer", "rich"):
+            raise
+        sys.exit(f"rsv needs {package}: pip install 'rsv-format[cli]'")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    app(prog_name="rsv")

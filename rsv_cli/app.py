@@ -1,0 +1,69 @@
+"""The typer application."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import cleandoc
+from typing import Annotated, Any
+
+import typer
+
+from rsv_cli import compare, doctor, export, generate, inspect, quantize
+
+_HELP = """
+Quantized weights, computed once and loaded in a blink.
+
+[bold]rsv quantize[/bold] turns a model into one RSV file: packed codes, their codebooks and rotations, all other
+tensors, config and tokenizer. The other commands look into such a file, check it, compare it with its source,
+run it, and turn it back.
+
+[bold cyan]rsv quantize SmolLM2.gguf -o smol.rsv[/bold cyan], then [bold cyan]rsv info smol.rsv[/bold cyan]
+"""
+
+
+def _unwrapped(text: str | None) -> str:
+    """A docstring whose paragraphs are one line each, to be wrapped to the terminal."""
+    return "\n\n".join(" ".join(part.split()) for part in cleandoc(text or "").split("\n\n"))
+
+
+app = typer.Typer(
+    help=_unwrapped(_HELP),
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"rsv {version('rsv-format')}")
+        except PackageNotFoundError:
+            typer.echo("rsv from a checkout")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of `rsv` itself."""
+
+
+_COMMANDS: tuple[Callable[..., Any], ...] = (
+    quantize.quantize,
+    inspect.info,
+    inspect.verify,
+    compare.compare,
+    export.export,
+    export.extract,
+    generate.generate,
+    doctor.doctor,
+)
+for _command in _COMMANDS:
+    app.command(help=_unwrapped(_command.__doc__))(_command)

@@ -1,0 +1,225 @@
+"""`rsv compare`: what quantization cost, layer by layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod, sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from rsv_cli import describe, terminal
+from rsv_cli.options import Json, Quiet, RsvFile, Source
+from rsv_cli.session import FAILED, session
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from rsv_format import File, Layer
+    from rsv_format.sources import Source as Model
+    from rsv_format.sources import SourceTensor
+
+_CHUNK = 2**17  # weights taken to float64 at a time: 1 MiB stays in the cache
+
+
+@dataclass(frozen=True)
+class _Error:
+    """Sums of squares of one layer."""
+
+    name: str
+    weights: int
+    error: float  # ||W - What||^2
+    norm: float  # ||W||^2
+
+    @property
+    def relative(self) -> float | None:
+        return _relative(self.error, self.norm)
+
+
+@dataclass
+class _Kept:
+    """What became of the tensors that are not quantized."""
+
+    equal: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    only_in_file: list[str] = field(default_factory=list)
+    only_in_source: list[str] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        return not (self.different or self.only_in_file or self.only_in_source)
+
+
+def compare(
+    source: Source,
+    file: RsvFile,
+    layers: Annotated[bool, typer.Option("--layers", help="List every layer, not families.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure what quantization changed.
+
+    For each layer and for all of them the relative error ‖W − Ŵ‖ / ‖W‖ (Frobenius), where W is the source's
+    weight and Ŵ the file's, back in the original basis. Kept tensors and biases must be equal bit by bit: if one
+    is not, or is missing on either side, it is named and the exit code is 1. The file is verified first.
+
+    Example: [bold cyan]rsv compare ./Qwen2.5-0.5B qwen.rsv[/bold cyan]
+    """
+    with session(as_json):
+        import rsv_format
+
+        with rsv_format.open(file) as opened, rsv_format.open_source(source) as model:
+            with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
+                rsv_format.verify(opened, progress=told)
+            with terminal.progress("comparing", quiet=quiet) as told:
+                errors = _errors(model, opened, told)
+            kept = _kept(model, opened)
+        if as_json:
+            terminal.write_json(_tree(source, file, errors, kept))
+        else:
+            _print(errors, kept, layers)
+        if not kept.sound:
+            raise typer.Exit(FAILED)
+
+
+def _relative(error: float, norm: float) -> float | None:
+    """None where a zero matrix did not stay one."""
+    return sqrt(error / norm) if norm else None if error else 0.0
+
+
+def _errors(model: Model, file: File, told: terminal.Progress) -> list[_Error]:
+    from rsv_format import RsvError
+
+    total = sum(layer.entry.rows * layer.in_features for layer in file.layers.values())
+    done, errors = 0, []
+    for layer in file.layers.values():
+        told(done, total, layer.name)
+        weight = model.tensors.get(f"{layer.name}.weight")
+        if weight is None:
+            raise RsvError("missing_layer", layer.name, "the source has no such weight")
+        sides = (layer.out_features, layer.in_features)
+        if weight.shape not in ((layer.stack, *sides), *([sides] if layer.stack == 1 else [])):
+            expected = describe.shape(sides if layer.stack == 1 else (layer.stack, *sides))
+            found = describe.shape(weight.shape)
+            raise RsvError("shape_mismatch", layer.name, f"{expected}, but the source has {found}")
+        errors.append(_error(layer, weight))
+        done += errors[-1].weights
+    return errors
+
+
+def _error(layer: Layer, weight: SourceTensor) -> _Error:
+    import numpy as np
+
+    from rsv_format import RsvError
+
+    wanted = weight.float32().reshape(-1, layer.in_features)
+    found = layer.dequantize().reshape(-1, layer.in_features)
+    error = norm = 0.0
+    step = max(1, _CHUNK // layer.in_features)
+    for start in range(0, wanted.shape[0], step):
+        w = wanted[start : start + step].astype(np.float64)
+        difference = w - found[start : start + step]
+        norm += float(np.vdot(w, w))
+        error += float(np.vdot(difference, difference))
+    if not np.isfinite(norm):
+        raise RsvError("nonfinite_weight", weight.name, "the source's weight is not finite")
+    if not np.isfinite(error):
+        raise RsvError("nonfinite_value", layer.name, "the file's weight overflows float32")
+    return _Error(layer.name, wanted.size, error, norm)
+
+
+def _kept(model: Model, file: File) -> _Kept:
+    have: dict[str, tuple[str, NDArray[Any]]] = {t.name: (t.dtype, t.array) for t in file.tensors.values()}
+    for layer in file.layers.values():
+        bias = layer.bias
+        if bias is not None and layer.bias_dtype is not None:
+            have[f"{layer.name}.bias"] = layer.bias_dtype, bias
+    kept = _Kept()
+    for name, (dtype, array) in have.items():
+        tensor = model.tensors.get(name)
+        if tensor is None:
+            kept.only_in_file.append(name)
+        elif tensor.dtype == dtype and _same_shape(tensor, array) and _same_bytes(tensor.read(), array):
+            kept.equal.append(name)
+        else:
+            kept.different.append(name)
+    weights = {f"{name}.weight" for name in file.layers}
+    kept.only_in_source = [name for name in model.tensors if name not in have and name not in weights]
+    return kept
+
+
+def _same_shape(tensor: SourceTensor, array: NDArray[Any]) -> bool:
+    """The bias of a stack is flat in the file."""
+    return tensor.shape == array.shape or (array.ndim == 1 and prod(tensor.shape) == array.size)
+
+
+def _same_bytes(a: NDArray[Any], b: NDArray[Any]) -> bool:
+    import numpy as np
+
+    first, second = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
+    return np.array_equal(first, second)
+
+
+def _overall(errors: list[_Error]) -> float | None:
+    return _relative(sum(e.error for e in errors), sum(e.norm for e in errors))
+
+
+def _tree(source: str, path: Path, errors: list[_Error], kept: _Kept) -> dict[str, Any]:
+    return {
+        "source": source,
+        "path": str(path),
+        "relative_error": _overall(errors),
+        "weights": sum(e.weights for e in errors),
+        "layers": [{"name": e.name, "weights": e.weights, "relative_error": e.relative} for e in errors],
+        "tensors": {
+            "equal": kept.equal,
+            "different": kept.different,
+            "only_in_file": kept.only_in_file,
+            "only_in_source": kept.only_in_source,
+        },
+    }
+
+
+def _print(errors: list[_Error], kept: _Kept, every: bool) -> None:
+    from rich.bar import Bar
+
+    groups: dict[str, list[_Error]] = {}
+    for e in errors:
+        groups.setdefault(e.name if every else describe.family(e.name), []).append(e)
+    scale = max((e.relative or 0.0 for e in errors), default=0.0) or 1.0
+    table = describe.table("Relative error", "name", ">", ">weights", ">error", ">worst", "")
+    for name, members in groups.items():
+        overall = _overall(members)
+        worst = max(members, key=lambda e: float("inf") if e.relative is None else e.relative)
+        table.add_row(
+            Text(terminal.plain(name)),
+            f"×{len(members)}" if len(members) > 1 else "",
+            describe.count(sum(e.weights for e in members)),
+            _percent(overall),
+            _percent(worst.relative) if len(members) > 1 else "",
+            Bar(scale, 0, scale if overall is None else overall, width=24, color="cyan"),
+        )
+    table.add_section()
+    overall = _overall(errors)
+    table.add_row("all layers", "", describe.count(sum(e.weights for e in errors)), _percent(overall), "", "",
+                  style="bold")  # fmt: skip
+    console = terminal.stdout()
+    console.print(table)
+    console.print()
+    if kept.sound:
+        console.print(Text.assemble(("equal", "bold green"), f"  all {len(kept.equal)} kept tensors and biases"))
+        return
+    for label, names in (
+        ("different", kept.different),
+        ("only in the file", kept.only_in_file),
+        ("only in the source", kept.only_in_source),
+    ):
+        for name in names:
+            console.print(Text.assemble((label, "bold red"), f"  {terminal.plain(name)}"), soft_wrap=True)
+    console.print(Text(f"{len(kept.equal)} kept tensors and biases are equal"))
+
+
+def _percent(relative: float | None) -> str:
+    return "∞" if relative is None else f"{100 * relative:.2f} %"

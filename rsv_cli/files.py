@@ -1,0 +1,69 @@
+"""Output files: never half written, never in the place of something precious."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from rsv_format import RsvError
+from rsv_format.layout import MAGIC
+
+
+def check_output(out: Path, source: Path, *, writes_rsv: bool) -> None:
+    """Refuse to replace the input, or a file of another kind than the one to be written.
+
+    Raises
+    ------
+    RsvError
+        bad_argument; io_error.
+    """
+    try:
+        found = out.stat()
+    except FileNotFoundError:
+        return
+    except OSError as e:
+        raise RsvError("io_error", str(out), e.strerror or str(e)) from e
+    if source.exists() and os.path.samefile(out, source):
+        raise RsvError("bad_argument", "--output", f"{out} is the input itself")
+    if not stat.S_ISREG(found.st_mode):
+        raise RsvError("bad_argument", "--output", f"{out} is not a regular file")
+    if found.st_size and is_rsv(out) is not writes_rsv:
+        kind = "not an RSV file" if writes_rsv else "an RSV file"
+        raise RsvError("bad_argument", "--output", f"{out} exists and is {kind}: remove it first if it may go")
+
+
+def is_rsv(path: Path) -> bool:
+    """Whether a file begins like an RSV file."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that takes its place when the body ends well, and goes away when it does not.
+
+    A link at `path` is replaced itself.
+
+    Raises
+    ------
+    RsvError
+        io_error.
+    """
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(e, OSError):
+            raise RsvError("io_error", str(path), e.strerror or str(e)) from e
+        raise

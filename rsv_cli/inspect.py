@@ -1,0 +1,285 @@
+"""`rsv info`: where the bytes went. `rsv verify`: whether they are the right ones."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.bar import Bar
+from rich.text import Text
+
+from rsv_cli import describe, terminal
+from rsv_cli.options import Json, Quiet, RsvFile
+from rsv_cli.session import FAILED, error_object, report, session
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from rsv_format import File
+    from rsv_format.header import LayerEntry
+    from rsv_format.summary import Summary
+
+_MEANING = {
+    "indices": "one code per weight",
+    "scales": "one float32 per row",
+    "biases": "as the model had them",
+    "codebooks": "what the codes stand for",
+    "diagonals": "signs or scales of input channels",
+    "factors": "rotation matrices, or their witnesses",
+    "header": "names, shapes, digests",
+    "padding": "to cells of 64 bytes, the file to 16 KiB",
+    "tensors": "kept as they were",
+    "attachments": "config, tokenizer",
+}
+_BAR_WIDTH = 28
+_LONGEST_VALUE = 300  # characters of a metadata value on a terminal
+
+
+def info(
+    file: RsvFile,
+    layers: Annotated[bool, typer.Option("--layers", help="List every layer and tensor, not families.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show where the bytes of a file went.
+
+    Sizes by kind of content and by layer, bits per weight, rotations, kept tensors, attachments and metadata.
+    Layers that differ only in their number are shown as one family, [dim]model.layers.*.mlp.up_proj[/dim].
+    Only the header is read, so it is quick on any file; [bold]rsv verify[/bold] looks at the rest.
+
+    Example: [bold cyan]rsv info model.rsv[/bold cyan]
+    """
+    with session(as_json):
+        import rsv_format
+        from rsv_format.summary import summarize
+
+        with rsv_format.open(file) as opened:
+            summary = summarize(opened)
+            if as_json:
+                terminal.write_json(_info_tree(file, opened, summary))
+            else:
+                _print_info(terminal.stdout(), file, opened, summary, layers)
+
+
+def verify(
+    file: RsvFile,
+    first: Annotated[bool, typer.Option("--first", help="Stop at the first fault.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check everything a file promises.
+
+    Structure first: framing, header, references, extent; a fault there ends the check. Then every blob: its
+    SHA-256, zero padding, finite numbers, sorted codebooks, orthogonal rotations; all faults are listed. The
+    exit code is 0 for a sound file and 1 for any other.
+
+    Example: [bold cyan]rsv verify model.rsv && echo sound[/bold cyan]
+    """
+    with session(as_json):
+        import rsv_format
+
+        started = time.perf_counter()
+        with rsv_format.open(file) as opened, terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
+            faults = rsv_format.verify(opened, collect=not first, progress=told)  # raises the first
+            nbytes, blobs = opened.nbytes, len(opened.blobs)
+        seconds = time.perf_counter() - started
+        if as_json:
+            head = error_object(faults[0]) if faults else {}
+            tree = {"path": str(file), "valid": not faults, "nbytes": nbytes, "blobs": blobs}
+            terminal.write_json({**head, **tree, "faults": [error_object(fault) for fault in faults]})
+        else:
+            for fault in faults:
+                report(fault)
+            if faults:
+                noun = "fault" if len(faults) == 1 else "faults"
+                terminal.stderr().print(Text(f"{terminal.plain(str(file))}: {len(faults)} {noun}", "bold red"))
+            elif not quiet:
+                line = Text.assemble(("sound", "bold green"), f"  {terminal.plain(str(file))}")
+                line.append(f"  {blobs} blobs, {describe.size(nbytes)}, {seconds:.1f} s", "dim")
+                terminal.stdout().print(line, soft_wrap=True)
+        if faults:
+            raise typer.Exit(FAILED)
+
+
+def _info_tree(path: Path, file: File, summary: Summary) -> dict[str, Any]:
+    header = file.header
+    stored = _stored(file)
+    return {
+        "path": str(path),
+        "nbytes": file.nbytes,
+        "weights": summary.weights,
+        "bits_per_weight": summary.bits_per_weight,
+        "by_kind": summary.by_kind,
+        "codebooks": [
+            {"bits": entry.bits, "centroids": [float(c) for c in file.codebook(i)]}
+            for i, entry in enumerate(header.codebooks)
+        ],
+        "transforms": [
+            {
+                "dim": entry.dim,
+                "hadamard": entry.hadamard,
+                "diagonal": entry.diagonal and entry.diagonal.kind,
+                "factor": entry.factor and entry.factor.kind,
+                "seed": entry.factor and entry.factor.seed,
+                "nbytes": stored[i],
+            }
+            for i, entry in enumerate(header.transforms)
+        ],
+        "layers": [
+            {
+                "name": layer.name,
+                "in_features": layer.in_features,
+                "out_features": layer.out_features,
+                "stack": layer.stack,
+                "bits": layer.bits,
+                "codebook": layer.codebook_id,
+                "transform": layer.transform_id,
+                "bias": layer.bias_dtype,
+                "nbytes": layer.nbytes,
+            }
+            for layer in file.layers.values()
+        ],
+        "tensors": [
+            {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape), "nbytes": tensor.nbytes}
+            for tensor in file.tensors.values()
+        ],
+        "attachments": [
+            {"name": attachment.name, "media_type": attachment.media_type, "nbytes": attachment.nbytes}
+            for attachment in file.attachments.values()
+        ],
+        "metadata": dict(file.metadata),
+        "requires": list(header.requires),
+        "extensions": header.extensions,
+    }
+
+
+def _stored(file: File) -> Counter[int]:
+    """Bytes of each transform's blobs, by its position in the table."""
+    stored: Counter[int] = Counter()
+    for blob in file.blobs:
+        if blob.kind in ("diagonal", "factor"):
+            stored[blob.index] += blob.nbytes
+    return stored
+
+
+def _print_info(console: Console, path: Path, file: File, summary: Summary, every: bool) -> None:
+    title = Text(terminal.plain(path.name), "bold")
+    facts = [
+        describe.size(file.nbytes),
+        f"{summary.layers} layers",
+        f"{describe.count(summary.weights)} weights",
+        f"{summary.bits_per_weight:.3f} bits per weight",
+    ]
+    console.print(title, Text(" · ".join(facts)))
+    console.print(_kinds(summary))
+    if file.layers:
+        console.print(_layers(file, every))
+    if file.header.transforms:
+        console.print(_transforms(file))
+    if file.tensors:
+        console.print(_tensors(file, every))
+    if file.attachments:
+        console.print(_attachments(file))
+    if file.metadata:
+        console.print(_metadata(file))
+    if file.header.extensions:
+        console.print(Text(f"extensions: {terminal.plain(', '.join(file.header.extensions))}"))
+
+
+def _kinds(summary: Summary) -> Table:
+    table = describe.table("Where the bytes went", "kind", ">size", ">share", "", "what")
+    for kind, nbytes in sorted(summary.by_kind.items(), key=lambda item: -item[1]):
+        if nbytes:
+            bar = Bar(summary.nbytes, 0, nbytes, width=_BAR_WIDTH, color="cyan")
+            share = describe.percent(nbytes, summary.nbytes)
+            table.add_row(kind, describe.size(nbytes), share, bar, Text(_MEANING[kind], "dim"))
+    table.add_section()
+    table.add_row("file", describe.size(summary.nbytes), "", "", "", style="bold")
+    return table
+
+
+def _layers(file: File, every: bool) -> Table:
+    groups: dict[tuple[str, str, int, str], list[LayerEntry]] = {}
+    for entry in file.header.layers:
+        name = entry.name if every else describe.family(entry.name)
+        transform = None if entry.transform is None else file.header.transforms[entry.transform]
+        sides = (entry.out_features, entry.in_features)
+        key = (
+            name,
+            describe.shape(sides if entry.stack == 1 else (entry.stack, *sides)),
+            file.header.codebooks[entry.codebook].bits,
+            describe.transform(transform),
+        )
+        groups.setdefault(key, []).append(entry)
+    table = describe.table("Layers", "name", ">", ">shape", ">bits", ">size", ">share", "transform")
+    for (name, shape, bits, kind), entries in groups.items():
+        nbytes = sum(file.layers[entry.name].nbytes for entry in entries)
+        table.add_row(
+            Text(terminal.plain(name)),
+            f"×{len(entries)}" if len(entries) > 1 else "",
+            shape,
+            str(bits),
+            describe.size(nbytes),
+            describe.percent(nbytes, file.nbytes),
+            Text(kind, "dim"),
+        )
+    return table
+
+
+def _transforms(file: File) -> Table:
+    users = Counter(entry.transform for entry in file.header.layers)
+    stored = _stored(file)
+    groups: dict[str, list[int]] = {}
+    for i, transform in enumerate(file.header.transforms):
+        groups.setdefault(describe.transform(transform), []).append(i)
+    table = describe.table("Transforms", "kind", ">", ">layers", ">size", ">share", "on load")
+    for text, members in groups.items():
+        nbytes = sum(stored[i] for i in members)
+        factor = file.header.transforms[members[0]].factor
+        derived = factor is not None and factor.kind == "haar"
+        table.add_row(
+            Text(text),
+            f"×{len(members)}" if len(members) > 1 else "",
+            str(sum(users[i] for i in members)),
+            describe.size(nbytes),
+            describe.percent(nbytes, file.nbytes),
+            Text("derived by QR: slow" if derived else "ready", "yellow" if derived else "dim"),
+        )
+    return table
+
+
+def _tensors(file: File, every: bool) -> Table:
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for tensor in file.tensors.values():
+        name = tensor.name if every else describe.family(tensor.name)
+        groups.setdefault((name, tensor.dtype, describe.shape(tensor.shape)), []).append(tensor.nbytes)
+    table = describe.table("Kept tensors", "name", ">", "dtype", ">shape", ">size", ">share")
+    for (name, dtype, shape), sizes in groups.items():
+        table.add_row(
+            Text(terminal.plain(name)),
+            f"×{len(sizes)}" if len(sizes) > 1 else "",
+            dtype,
+            shape,
+            describe.size(sum(sizes)),
+            describe.percent(sum(sizes), file.nbytes),
+        )
+    return table
+
+
+def _attachments(file: File) -> Table:
+    table = describe.table("Attachments", "name", "type", ">size", ">share")
+    for item in file.attachments.values():
+        share = describe.percent(item.nbytes, file.nbytes)
+        table.add_row(Text(item.name), Text(terminal.plain(item.media_type)), describe.size(item.nbytes), share)
+    return table
+
+
+def _metadata(file: File) -> Table:
+    table = describe.table("Metadata", "key", "value")
+    for key, value in file.metadata.items():
+        short = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}... ({len(value)} characters)"
+        table.add_row(Text(terminal.plain(key)), Text(terminal.plain(short)))
+    return table

@@ -1,0 +1,20 @@
+"""Arguments and options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+RsvFile = Annotated[Path, typer.Argument(metavar="FILE", help="An RSV file.", show_default=False)]
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="A .safetensors file, a .gguf file, a Hugging Face or MLX model folder, or a hub name owner/model.",
+        show_default=False,
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary: errors only.")]

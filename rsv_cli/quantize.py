@@ -1,0 +1,121 @@
+"""`rsv quantize`: a model into a file."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.text import Text
+
+from rsv_cli import describe, terminal
+from rsv_cli.options import Quiet, Source
+from rsv_cli.session import session
+
+if TYPE_CHECKING:
+    from rsv_format import QuantizeReport
+
+
+class Codebook(StrEnum):
+    """Names of the quantizer's codebooks."""
+
+    lloyd_max = "lloyd-max"
+    uniform = "uniform"
+
+
+class Rotation(StrEnum):
+    """Names of the quantizer's rotations."""
+
+    hartley = "hartley"
+    haar = "haar"
+    none = "none"
+
+
+def quantize(
+    source: Source,
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", metavar="OUT", help="The RSV file to write, whole or not at all.",
+                     show_default=False),
+    ],
+    bits: Annotated[int, typer.Option("--bits", "-b", min=1, max=8, help="Bits per index.")] = 4,
+    codebook: Annotated[
+        Codebook, typer.Option("--codebook", help="Centroids fitted to a normal distribution, or evenly spaced ones.")
+    ] = Codebook.lloyd_max,
+    rotation: Annotated[
+        Rotation,
+        typer.Option("--rotation", help="hartley is stored in a few bytes; haar is a random orthogonal matrix."),
+    ] = Rotation.hartley,
+    persist_rotation: Annotated[
+        bool,
+        typer.Option("--persist-rotation", help="Store haar matrices: a large file that loads at once, instead of a "
+                     "small one whose matrices are derived on every load."),
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**53 - 1, help="Of signs and haar matrices.")] = 0,
+    importance: Annotated[
+        str,
+        typer.Option("--importance", metavar="auto|none|FILE", help="Which input channels matter: from the norms that "
+                     "feed the layers, all alike, or from a llama.cpp imatrix file."),
+    ] = "auto",
+    include: Annotated[
+        list[str] | None,
+        typer.Option("--include", metavar="PATTERN", help="Quantize only layers like '*.mlp.*'. Repeatable.",
+                     show_default=False),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option("--exclude", metavar="PATTERN", help="Keep these layers as they are. Repeatable; wins.",
+                     show_default=False),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="One per core unless given.", show_default=False)
+    ] = None,
+    quiet: Quiet = False,
+) -> None:  # fmt: skip
+    """Quantize a model into an RSV file.
+
+    Each linear layer is rotated, divided by its rows' root mean squares and mapped onto a codebook; everything
+    else (embeddings, norms, config, tokenizer) is kept. Equal input and options give an equal file. The output
+    appears only when it is complete: an interrupted run leaves nothing behind.
+
+    Example: [bold cyan]rsv quantize ./Qwen2.5-0.5B -o qwen.rsv --bits 4 --importance imatrix.gguf[/bold cyan]
+    """
+    if persist_rotation and rotation is not Rotation.haar:
+        raise typer.BadParameter("only --rotation haar has a matrix to store", param_hint="--persist-rotation")
+    with session():
+        import rsv_format
+        from rsv_cli.files import check_output
+
+        check_output(output, Path(source), writes_rsv=True)
+        with terminal.progress("quantizing", quiet=quiet) as told:
+            report = rsv_format.quantize(
+                source,
+                output,
+                bits=bits,
+                codebook=codebook.value,
+                rotation=rotation.value,
+                persist_rotation=persist_rotation,
+                seed=seed,
+                importance=importance,
+                include=include or (),
+                exclude=exclude or (),
+                threads=threads,
+                progress=told,
+            )
+        if not quiet:
+            _print_report(report)
+
+
+def _print_report(report: QuantizeReport) -> None:
+    summary = report.summary
+    line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(report.path)}  {describe.size(summary.nbytes)}")
+    facts = [
+        f"{report.layers} layers",
+        f"{describe.count(summary.weights)} weights",
+        f"{summary.bits_per_weight:.3f} bits per weight",
+        f"importance known for {report.weighted_layers}",
+        f"{report.seconds:.1f} s",
+    ]
+    line.append(f"\n       {' · '.join(facts)}", "dim")
+    terminal.stdout().print(line, soft_wrap=True)

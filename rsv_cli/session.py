@@ -1,0 +1,109 @@
+"""What happens around every command: errors, signals and closed pipes become messages and exit codes.
+
+0 is success, 1 an invalid file or a failed input, 2 bad usage, 128 + n the end by signal n (130 is Ctrl-C).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.text import Text
+
+from rsv_cli import terminal
+
+if TYPE_CHECKING:
+    from rsv_format import RsvError
+
+FAILED, USAGE, PIPE_CLOSED = 1, 2, 141
+_STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal that ends the process, raised so that temporary files are removed on the way out."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+@contextlib.contextmanager
+def session(as_json: bool = False) -> Iterator[None]:
+    """Around the body of a command; `as_json` puts an error on standard output as an object."""
+    with _ending_well(), _stoppable():
+        from rsv_format.errors import RsvError  # brings numpy: not before a command runs
+
+        try:
+            try:
+                yield
+                sys.stdout.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as e:
+                raise RsvError("io_error", str(e.filename or "system"), e.strerror or str(e)) from e
+        except RsvError as e:
+            report(e, as_json)
+            sys.stdout.flush()
+            raise typer.Exit(USAGE if e.code == "bad_argument" else FAILED) from None
+
+
+def report(error: RsvError, as_json: bool = False) -> None:
+    """One error, for people on standard error or for programs on standard output."""
+    if as_json:
+        terminal.write_json(error_object(error))
+    else:
+        line = Text.assemble((f"error[{error.code}]", "bold red"), " ", (terminal.plain(error.where), "bold"))
+        line.append(f": {terminal.plain(error.detail)}")
+        terminal.stderr().print(line, soft_wrap=True)
+
+
+def error_object(error: RsvError) -> dict[str, Any]:
+    """An error for programs."""
+    return {"error": error.code, "phase": error.phase, "where": error.where, "detail": error.detail}
+
+
+@contextlib.contextmanager
+def _ending_well() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        _hush()
+        raise typer.Exit(PIPE_CLOSED) from None
+    except KeyboardInterrupt as e:
+        number = e.number if isinstance(e, _Stopped) else int(signal.SIGINT)
+        with contextlib.suppress(OSError):
+            terminal.stderr().print("interrupted" if number == signal.SIGINT else "stopped", style="yellow")
+        raise typer.Exit(128 + number) from None
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise _Stopped(number)
+
+    before: dict[int, Any] = {}
+    try:
+        for number in (getattr(signal, name) for name in _STOPPING if hasattr(signal, name)):
+            # a signal that is ignored stays so, as SIGHUP under nohup
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                with contextlib.suppress(ValueError):  # not the main thread
+                    before[number] = signal.signal(number, stop)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _hush() -> None:
+    """Nobody reads: keep Python from complaining of it when it flushes at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

@@ -1,0 +1,96 @@
+"""What the numbers of a file must satisfy: the payload phase, value by value (SPEC section 9).
+
+Pure checks on arrays. `verify` runs them on what a file holds, the writer on what it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rsv_format.errors import RsvError
+from rsv_format.limits import ORTHOGONALITY_TOLERANCE
+from rsv_format.packing import unpack_padded
+from rsv_format.rotation import Transform
+
+_CHUNK = 8 * 2**20  # bytes of temporaries
+
+Faults = Iterator[RsvError]
+
+
+def codebook_faults(centroids: NDArray[np.float32], where: str) -> Faults:
+    """nonfinite_value, codebook_order."""
+    yield from _finite(centroids, where)
+    if not (np.diff(centroids.astype(np.float64)) > 0).all():
+        yield RsvError("codebook_order", where, "the centroids do not increase strictly")
+
+
+def diagonal_faults(transform: Transform, where: str) -> Faults:
+    """padding_nonzero of sign bits; nonfinite_value, zero_diagonal of values."""
+    if transform.signs is not None and transform.dim % 8 and int(transform.signs[-1]) >> transform.dim % 8:
+        yield RsvError("padding_nonzero", where, "bits after the last sign must be zero")
+    if transform.values is not None:
+        yield from _finite(transform.values, where)
+        if not transform.values.all():
+            yield RsvError("zero_diagonal", where, f"element {int(np.argmin(transform.values != 0))} is 0")
+
+
+def factor_faults(transform: Transform, where: str) -> Faults:
+    """nonfinite_value; not_orthogonal of a matrix; haar_witness_mismatch of a derived one."""
+    if transform.stored is None:
+        return
+    broken = list(_finite(transform.stored, where))
+    yield from broken
+    if broken:
+        return
+    if transform.factor == "matrix":
+        worst = _off_identity(transform.factor_matrix())
+        if not worst <= ORTHOGONALITY_TOLERANCE:
+            yield RsvError("not_orthogonal", where, f"F F^T is off the identity by {worst:.1e}")
+        return
+    try:
+        transform.factor_matrix()
+    except RsvError as e:
+        yield RsvError(e.code, where, e.detail)
+
+
+def indices_faults(indices: NDArray[np.uint32], bits: int, in_features: int, where: str) -> Faults:
+    """padding_nonzero of the codes that fill up a row."""
+    if in_features % 32 == 0:
+        return
+    last = indices[:, -bits:]  # the last 32 codes of each row
+    rows = _CHUNK // 128
+    for start in range(0, last.shape[0], rows):
+        if unpack_padded(last[start : start + rows], bits)[:, in_features % 32 :].any():
+            yield RsvError("padding_nonzero", where, "codes after the last of a row must be zero")
+            return
+
+
+def floats_faults(values: NDArray[np.float32] | None, where: str) -> Faults:
+    """nonfinite_value of scales or a bias."""
+    if values is not None:
+        yield from _finite(values, where)
+
+
+def _finite(values: NDArray[np.float32], where: str) -> Faults:
+    finite = np.isfinite(values).reshape(-1)
+    if not finite.all():
+        at = int(np.argmin(finite))
+        yield RsvError("nonfinite_value", where, f"element {at} is {values.reshape(-1)[at]}")
+
+
+def _off_identity(f: NDArray[np.float32]) -> float:
+    """max |F F^T - I|, some rows at a time."""
+    wide: NDArray[Any] = f.astype(np.float64)
+    rows = max(1, _CHUNK // (8 * f.shape[0]))
+    worst = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, f.shape[0], rows):
+            gram = wide[start : start + rows] @ wide.T
+            gram[np.arange(gram.shape[0]), start + np.arange(gram.shape[0])] -= 1
+            off = float(np.abs(gram).max())
+            worst = off if not off <= worst else worst  # keeps a NaN
+    return worst

@@ -1,0 +1,271 @@
+"""Bytes of an open file to MLX arrays: adopted where they lie, copied once, or read when first used.
+
+Adopting takes MLX with Metal: the pages of the map around a blob become a buffer, and its parts are slices and
+views of that, never conversions. The map is read-only, so no operation may write its result over an input
+that it thinks nobody needs any more (donation): whoever holds the parts holds the base as well.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import mmap
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+import rsv_format
+from rsv_format import RsvError
+
+_PAGE = 16384  # Apple silicon's; an RSV file's length is a multiple of it
+_MAX_ELEMENTS = 2**31 - 1  # of an axis of an MLX array
+ZERO_COPY = ("auto", "require", "never")
+
+_MLX_DTYPES = {
+    "bool": mx.bool_, "u8": mx.uint8, "i8": mx.int8, "u16": mx.uint16, "i16": mx.int16, "u32": mx.uint32,
+    "i32": mx.int32, "u64": mx.uint64, "i64": mx.int64, "f16": mx.float16, "bf16": mx.bfloat16, "f32": mx.float32,
+}  # fmt: skip
+_SAFETENSORS_DTYPES = {
+    "bool": "BOOL", "u8": "U8", "i8": "I8", "u16": "U16", "i16": "I16", "u32": "U32", "i32": "I32", "u64": "U64",
+    "i64": "I64", "f16": "F16", "bf16": "BF16", "f32": "F32",
+}  # fmt: skip
+
+
+@dataclass
+class LoadReport:
+    """What loading did: bytes of layers and tensors by how they reached MLX, and seconds by step.
+
+    Attributes
+    ----------
+    nbytes : int
+        Of the file.
+    layers, tensors : int
+        How many were bound.
+    adopted_nbytes, copied_nbytes, deferred_nbytes : int
+        Bytes that MLX uses where they lie, has a copy of, or will read when they are first used.
+    dense_nbytes : int
+        Weights that were made dense, as asked or because their module has no packed form.
+    obstacle : str or None
+        Why nothing was adopted.
+    dtype : str
+        Of kept tensors: "kept", or what they were cast to.
+    seconds : dict
+        By step: "open", "model" (its classes and skeleton), "tensors", "layers", "tokenizer".
+    """
+
+    nbytes: int = 0
+    layers: int = 0
+    tensors: int = 0
+    adopted_nbytes: int = 0
+    copied_nbytes: int = 0
+    deferred_nbytes: int = 0
+    dense_nbytes: int = 0
+    obstacle: str | None = None
+    dtype: str = "kept"
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+Part = tuple[int, str, tuple[int, ...]]  # offset in the file, RSV dtype, shape
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Arrays of one blob, and the array that they are views of where it must be kept alive."""
+
+    arrays: list[mx.array]
+    base: mx.array | None = None
+
+
+class Loader(Protocol):
+    """A way from the file to arrays."""
+
+    def load(self, parts: list[Part]) -> Loaded:
+        """The parts of one blob, in ascending order."""
+
+
+def make_loader(file: rsv_format.File, zero_copy: str, lazy: bool, report: LoadReport) -> Loader:
+    """The loader that was asked for.
+
+    Raises
+    ------
+    RsvError
+        bad_argument: another value, or adoption is required and not possible here.
+    """
+    if zero_copy not in ZERO_COPY:
+        raise RsvError("bad_argument", "zero_copy", f"{zero_copy!r} is not one of {', '.join(ZERO_COPY)}")
+    report.obstacle = "not asked for" if zero_copy == "never" else adoption_obstacle(file)
+    if report.obstacle is None:
+        return _Adopt(file, report)
+    if zero_copy == "require":
+        raise RsvError("bad_argument", "zero_copy", f"not possible here: {report.obstacle}")
+    return _Defer(file, report) if lazy else _Copy(file, report)
+
+
+def adoption_obstacle(file: rsv_format.File | None = None) -> str | None:
+    """Why MLX cannot adopt mapped bytes (of this file) here, or None if it can."""
+    if file is not None:
+        if not isinstance(file.buffer.obj, mmap.mmap):
+            return "the file is not mapped"
+        if np.frombuffer(file.buffer, np.uint8).ctypes.data % _PAGE:
+            return f"the map is not aligned to {_PAGE} bytes"
+    return _probe()
+
+
+@lru_cache(maxsize=1)
+def _probe() -> str | None:
+    """Try it on two pages."""
+    if not mx.metal.is_available():
+        return "MLX has no Metal here"
+    try:
+        page = np.frombuffer(memoryview(mmap.mmap(-1, 2 * _PAGE)).toreadonly(), np.uint32)
+        adopted = mx.asarray(page, copy=False)
+        mx.eval(adopted[:16].view(mx.float32))
+    except Exception as e:  # whatever MLX, numpy or the system object to
+        return f"mx.asarray(copy=False): {e}"
+    return None
+
+
+class _Copy:
+    """One copy from the map into MLX's memory; the mapped pages are let go as soon as they are copied."""
+
+    def __init__(self, file: rsv_format.File, report: LoadReport) -> None:
+        self.file, self.report = file, report
+
+    def load(self, parts: list[Part]) -> Loaded:
+        arrays = [self._copied(part) for part in parts]
+        self.report.copied_nbytes += sum(array.nbytes for array in arrays)
+        self._release(parts[0][0], parts[-1][0] + arrays[-1].nbytes)
+        return Loaded(arrays)
+
+    def _copied(self, part: Part) -> mx.array:
+        offset, dtype, shape = part
+        array = mx.array(self.file.view(offset, dtype, shape))
+        return array.view(_MLX_DTYPES[dtype]) if dtype in ("bf16", "bool") else array
+
+    def _release(self, start: int, end: int) -> None:
+        """Pages of a file map can always be read again, so this frees memory and loses nothing."""
+        mapped: Any = self.file.buffer.obj
+        first, last = start // _PAGE * _PAGE, end // _PAGE * _PAGE
+        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and last > first:
+            mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+class _Adopt:
+    """Windows of whole pages around blobs, given to MLX as they are."""
+
+    def __init__(self, file: rsv_format.File, report: LoadReport) -> None:
+        self.file, self.report = file, report
+        self._copy = _Copy(file, report)
+
+    def load(self, parts: list[Part]) -> Loaded:
+        start, end, words = window(parts)
+        if words > _MAX_ELEMENTS or any(dtype == "f64" for _, dtype, _ in parts):
+            return self._copy.load(parts)
+        base = mx.asarray(np.frombuffer(self.file.buffer, np.uint32, words, start), copy=False)
+        arrays = [slice_part(base, start, part) for part in parts]
+        self.report.adopted_nbytes += sum(array.nbytes for array in arrays)
+        return Loaded(arrays, base)
+
+
+def window(parts: list[Part]) -> tuple[int, int, int]:
+    """Offset and end of the whole pages around the parts, and their length in 32-bit words."""
+    offset, dtype, shape = parts[-1]
+    nbytes = _nbytes(dtype, shape)
+    start, end = parts[0][0] // _PAGE * _PAGE, -(-(offset + nbytes) // _PAGE) * _PAGE
+    return start, end, (end - start) // 4
+
+
+def slice_part(base: mx.array, start: int, part: Part) -> mx.array:
+    """A part of a window of words that starts at this offset of the file: sliced and viewed, not converted."""
+    offset, dtype, shape = part
+    nbytes = _nbytes(dtype, shape)
+    if nbytes == 0:
+        return mx.zeros(shape, _MLX_DTYPES[dtype])
+    first = (offset - start) // 4
+    flat = base[first : first + -(-nbytes // 4)].view(_MLX_DTYPES[dtype])
+    count = int(np.prod(shape, dtype=object))
+    return (flat if flat.size == count else flat[:count]).reshape(shape)
+
+
+class _Defer:
+    """Arrays that are read from the map when they are evaluated: MLX is told that it is a safetensors file."""
+
+    def __init__(self, file: rsv_format.File, report: LoadReport) -> None:
+        self.report = report
+        self._copy = _Copy(file, report)
+        parts = [part for item in (*file.layers.values(), *file.tensors.values()) for part in parts_of(item)]
+        entries = {
+            str(offset): {
+                "dtype": _SAFETENSORS_DTYPES[dtype],
+                "shape": shape,
+                "data_offsets": [offset, offset + _nbytes(dtype, shape)],
+            }
+            for offset, dtype, shape in parts
+            if dtype != "f64" and 0 not in shape
+        }
+        header = json.dumps(entries).encode()
+        stream = _Stream(len(header).to_bytes(8, "little") + header, file.buffer)
+        self._arrays: dict[str, mx.array] = mx.load(stream, format="safetensors") if entries else {}  # type: ignore
+
+    def load(self, parts: list[Part]) -> Loaded:
+        if any(str(offset) not in self._arrays for offset, _, _ in parts):
+            return self._copy.load(parts)
+        arrays = [self._arrays.pop(str(offset)) for offset, _, _ in parts]
+        self.report.deferred_nbytes += sum(array.nbytes for array in arrays)
+        return Loaded(arrays)
+
+
+class _Stream(io.RawIOBase):
+    """A header, then the bytes of the map."""
+
+    name = "rsv"
+
+    def __init__(self, header: bytes, data: memoryview) -> None:
+        self._header, self._data, self._position = header, data, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        ends = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._header) + len(self._data)}
+        self._position = ends[whence] + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, into: Any) -> int:
+        target = memoryview(into).cast("B")
+        inside = self._position - len(self._header)
+        source = self._data[inside:] if inside >= 0 else memoryview(self._header)[self._position :]
+        count = min(len(target), len(source))
+        target[:count] = source[:count]
+        self._position += count
+        return count
+
+
+def parts_of(item: rsv_format.Layer | rsv_format.Tensor) -> list[Part]:
+    """The arrays of a layer (indices, scales, bias) or of a tensor, as they lie in the file."""
+    if isinstance(item, rsv_format.Tensor):
+        return [(item.offset, item.dtype, item.shape)]
+    at = item.layout
+    parts: list[Part] = [
+        (item.offset, "u32", (at.rows, at.row_words)),
+        (item.offset + at.scales_offset, "f32", (at.rows,)),
+    ]
+    if item.bias_dtype is not None:
+        parts.append((item.offset + at.bias_offset, item.bias_dtype, (at.rows,)))
+    return parts
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    size = 8 if dtype == "f64" else _MLX_DTYPES[dtype].size
+    return size * int(np.prod(shape, dtype=object))
+
+

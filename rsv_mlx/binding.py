@@ -1,0 +1,190 @@
+"""Layers and tensors of a file to the modules and parameters of a model (SPEC section 13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from rsv_format import Layer, RsvError
+from rsv_mlx.linear import QuantizedLinear, SharedInput
+
+_NAMED = 8  # names that an error lists; the rest are counted
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything goes.
+
+    Attributes
+    ----------
+    packed : dict
+        Path of a linear module -> name of the layer that takes its place.
+    dense : dict
+        Path of another module -> name of the layer whose dequantized weight it takes.
+    parameters : dict
+        Path of a parameter -> array.
+    """
+
+    packed: dict[str, str]
+    dense: dict[str, str]
+    parameters: dict[str, mx.array]
+
+
+def make_plan(
+    model: nn.Module,
+    layers: Mapping[str, Layer],
+    tensors: Mapping[str, mx.array],
+    dequantized: Callable[[str], dict[str, mx.array]],
+    strict: bool,
+) -> Plan:
+    """Match names and shapes; nothing is changed.
+
+    Parameters
+    ----------
+    model
+        A skeleton. If it has mlx-lm's `sanitize`, names go through it.
+    layers, tensors
+        By their names in the file.
+    dequantized : callable
+        For a layer's name, its "weight" and "bias" as dense arrays: for a model that merges or converts
+        weights as it loads them.
+    strict : bool
+        Every parameter must be in the file, and everything in the file in the model.
+
+    Raises
+    ------
+    RsvError
+        missing_layer, unexpected_layer, shape_mismatch.
+    """
+    placed, parameters = _sanitized(model, layers, tensors, dequantized)
+    modules = dict(model.named_modules())
+    packed, dense, unexpected, misshapen = {}, {}, [], []
+    for path, name in placed.items():
+        layer, module = layers[name], modules.get(path)
+        if module is None or "weight" not in module:
+            unexpected.append(path)
+            continue
+        wanted, found = _weight_shape(module), _layer_shape(layer)
+        if wanted != found:
+            misshapen.append(f"{path} is {found}, the model wants {wanted}")
+        elif layer.stack == 1 and isinstance(module, nn.Linear | nn.QuantizedLinear | QuantizedLinear):
+            packed[path] = name
+        else:
+            dense[path] = name
+        if layer.bias_dtype is not None and "bias" not in module:
+            unexpected.append(f"{path}.bias")
+    wanted_parameters: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore[assignment]
+    replaced = tuple(f"{path}." for path in packed)
+    missing = [f"{path}.bias" for path in placed if _lacks_bias(modules.get(path), layers[placed[path]])]
+    provided = parameters.keys() | {f"{path}.weight" for path in dense} | {f"{path}.bias" for path in dense}
+    if strict:
+        heads = {path.rpartition(".")[0] + "." for path in wanted_parameters}
+        gone = heads & set(replaced)
+        missing += [
+            path
+            for path in wanted_parameters
+            if path not in provided and path.rpartition(".")[0] + "." not in gone
+        ]
+    unexpected += [path for path in parameters if path not in wanted_parameters]
+    misshapen += [
+        f"{path} is {tuple(array.shape)}, the model wants {tuple(wanted_parameters[path].shape)}"
+        for path, array in parameters.items()
+        if path in wanted_parameters and array.shape != wanted_parameters[path].shape
+    ]
+    if strict and missing:
+        _refuse("missing_layer", missing, "the model has it, the file does not")
+    if strict and unexpected:
+        _refuse("unexpected_layer", unexpected, "the file has it, the model does not")
+    if misshapen:
+        _refuse("shape_mismatch", misshapen, "shapes differ")
+    known = {path: array for path, array in parameters.items() if path in wanted_parameters}
+    return Plan(packed, dense, known)
+
+
+def install(model: nn.Module, layers: Mapping[str, nn.Module], parameters: Mapping[str, mx.array]) -> None:
+    """Put modules and parameters in their places."""
+    if layers:
+        model.update_modules(tree_unflatten(list(layers.items())))
+    if parameters:
+        model.update(tree_unflatten(list(parameters.items())))
+
+
+def share_inputs(layers: Mapping[str, nn.Module]) -> None:
+    """Let siblings with the same transform, such as q, k and v, transform their input once."""
+    groups: dict[tuple[str, int], list[QuantizedLinear]] = {}
+    for path, layer in layers.items():
+        if isinstance(layer, QuantizedLinear) and layer.transform is not None:
+            groups.setdefault((path.rpartition(".")[0], id(layer.transform)), []).append(layer)
+    for group in groups.values():
+        if len(group) > 1:
+            shared = SharedInput()
+            for layer in group:
+                shared.join(layer)
+
+
+def _sanitized(
+    model: nn.Module,
+    layers: Mapping[str, Layer],
+    tensors: Mapping[str, mx.array],
+    dequantized: Callable[[str], dict[str, mx.array]],
+) -> tuple[dict[str, str], dict[str, mx.array]]:
+    """Path of a module -> name of the layer there, and the other parameters, both as the model calls them.
+
+    Placeholders stand for the weights of layers: one that comes out of `sanitize` as it went in was at most
+    renamed. Where one does not, it was dropped or merged into another weight: then the real one goes in.
+    """
+    zero = mx.array(0.0)
+    stubs = {
+        f"{name}.{part}": mx.broadcast_to(zero, shape)
+        for name, layer in layers.items()
+        for part, shape in (("weight", _layer_shape(layer)), ("bias", _layer_shape(layer)[:-1]))
+        if part == "weight" or layer.bias_dtype is not None
+    }
+    if not hasattr(model, "sanitize"):
+        return {name: name for name in layers}, dict(tensors)
+    weights = model.sanitize(dict(tensors) | stubs)
+    left = {id(value) for value in weights.values()}
+    vanished = [name for name in layers if id(stubs[f"{name}.weight"]) not in left]
+    if vanished:
+        for name in vanished:
+            stubs.update({f"{name}.{part}": array for part, array in dequantized(name).items()})
+        weights = model.sanitize(dict(tensors) | stubs)
+    origins = {id(stubs[f"{name}.{part}"]): (name, part) for name in layers.keys() - set(vanished)
+               for part in ("weight", "bias") if f"{name}.{part}" in stubs}  # fmt: skip
+    placed, parameters = {}, {}
+    for path, value in weights.items():
+        if id(value) not in origins:
+            parameters[path] = value
+        elif origins[id(value)][1] == "weight":
+            placed[path.removesuffix(".weight")] = origins[id(value)][0]
+    return placed, parameters
+
+
+def _layer_shape(layer: Layer) -> tuple[int, ...]:
+    shape = (layer.out_features, layer.in_features)
+    return shape if layer.stack == 1 else (layer.stack, *shape)
+
+
+def _weight_shape(module: nn.Module) -> tuple[int, ...]:
+    """The shape of the weight that a module stands for."""
+    shape = tuple(module["weight"].shape)
+    if isinstance(module, QuantizedLinear):
+        return (*shape[:-1], module.input_dims)
+    if "scales" in module:
+        return (*shape[:-1], shape[-1] * 32 // int(module.bits))
+    return shape
+
+
+def _lacks_bias(module: nn.Module | None, layer: Layer) -> bool:
+    return module is not None and "bias" in module and layer.bias_dtype is None
+
+
+def _refuse(code: str, names: Iterable[str], why: str) -> NoReturn:
+    names = list(names)
+    listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+    raise RsvError(code, names[0].split(" ")[0], f"{why}: {listed}")

@@ -1,0 +1,297 @@
+"""Load a file: the model that its config describes, or one that is given, with its layers packed in place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+import rsv_format
+from rsv_format import RsvError
+from rsv_mlx.adopt import Loader, LoadReport, make_loader, parts_of
+from rsv_mlx.binding import install, make_plan, share_inputs
+from rsv_mlx.codebook import Codebook
+from rsv_mlx.linear import QuantizedLinear
+from rsv_mlx.transform import Transform
+
+MATERIALIZE = ("packed", "dense")
+_CONFIGS = ("config.json", "generation_config.json")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")  # one is enough
+_CONFIG_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    model: nn.Module | None = None,
+    strict: bool = True,
+    zero_copy: str = "auto",
+    lazy: bool = False,
+    materialize: str = "packed",
+    dtype: mx.Dtype | str | None = None,
+    return_report: bool = False,
+    tokenizer_config: Mapping[str, Any] | None = None,
+) -> Any:
+    """Load a model and its tokenizer, as `mlx_lm.load` does, or graft a file onto a model.
+
+    Parameters
+    ----------
+    path : path
+    model : nn.Module, optional
+        A skeleton, changed in place: linear modules named in the file are replaced, other parameters set.
+    strict : bool
+        False leaves parameters that are not in the file alone, and ignores what the model does not know.
+    zero_copy : str
+        "auto" adopts mapped pages where MLX can, and copies elsewhere; "require" refuses to copy; "never"
+        copies.
+    lazy : bool
+        Where bytes are copied, do so when they are first used.
+    materialize : str
+        "packed" keeps the indices and transforms the activations. "dense" builds nn.Linear layers: the memory
+        of an unquantized model, for its speed.
+    dtype : mx.Dtype or "keep", optional
+        Of kept floating tensors, hence of activations, and of dense layers. Not given: float32 on a CPU,
+        where MLX is slow at anything narrower; on a GPU what the config says, if it does.
+    return_report : bool
+        Return a `LoadReport` as the last item.
+    tokenizer_config : mapping, optional
+        As mlx-lm's.
+
+    Returns
+    -------
+    (model, tokenizer), or the model alone where one was given; a report after them if it was asked for.
+
+    Raises
+    ------
+    RsvError
+        What `rsv_format.open` raises; missing_layer, unexpected_layer, shape_mismatch, missing_attachment,
+        unsupported_model; haar_witness_mismatch; bad_argument; missing_dependency.
+    """
+    given = model
+    report = LoadReport()
+    result: tuple[Any, ...]
+    with _opened(path, report) as file:
+        if given is not None:
+            _fill(file, given, strict, zero_copy, lazy, materialize, dtype, report)
+            return (given, report) if return_report else given
+        with _folder(file) as folder:
+            model, config = _skeleton(folder, report)
+            _fill(file, model, strict, zero_copy, lazy, materialize, dtype, report, config)
+            tokenizer = _tokenizer(folder, config, tokenizer_config, report)
+    result = (model, tokenizer)
+    return (*result, report) if return_report else result
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    zero_copy: str = "auto",
+    lazy: bool = False,
+    materialize: str = "packed",
+    dtype: mx.Dtype | str | None = None,
+    return_report: bool = False,
+) -> Any:
+    """As `load`, without the tokenizer: for files that carry none, and for less time.
+
+    Returns
+    -------
+    model, or (model, report).
+    """
+    report = LoadReport()
+    with _opened(path, report) as file:
+        with _folder(file, _CONFIGS) as folder:
+            model, config = _skeleton(folder, report)
+        _fill(file, model, strict, zero_copy, lazy, materialize, dtype, report, config)
+    return (model, report) if return_report else model
+
+
+def _fill(
+    file: rsv_format.File,
+    model: nn.Module,
+    strict: bool,
+    zero_copy: str,
+    lazy: bool,
+    materialize: str,
+    dtype: mx.Dtype | str | None,
+    report: LoadReport,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Bind everything in the file to the model."""
+    if materialize not in MATERIALIZE:
+        raise RsvError("bad_argument", "materialize", f"{materialize!r} is not one of {', '.join(MATERIALIZE)}")
+    target = _target_dtype(dtype, config)
+    report.dtype = "kept" if target is None else str(target).removeprefix("mlx.core.")
+    loader = make_loader(file, zero_copy, lazy, report)
+    content = _Content(file, loader)
+    with _timed(report, "tensors"):
+        tensors = {name: content.tensor(tensor) for name, tensor in file.tensors.items()}
+        plan = make_plan(model, file.layers, tensors, content.dequantized, strict)
+        parameters = {path: _cast(array, target) for path, array in plan.parameters.items()}
+        if not lazy:
+            mx.eval(parameters)
+    with _timed(report, "layers"):
+        modules: dict[str, nn.Module] = {}
+        for path, name in plan.packed.items():
+            layer = content.layer(file.layers[name])
+            if materialize == "dense":
+                linear = layer.to_linear(target or mx.float32)
+                mx.eval(linear.parameters())
+                report.dense_nbytes += linear.weight.nbytes
+                modules[path] = linear
+            else:
+                modules[path] = layer
+        for path, name in plan.dense.items():
+            for part, array in content.dequantized(name).items():
+                parameters[f"{path}.{part}"] = _cast(array, target)
+                mx.eval(parameters[f"{path}.{part}"])
+            report.dense_nbytes += parameters[f"{path}.weight"].nbytes
+        install(model, modules, parameters)
+        share_inputs(modules)
+        model.eval()
+        if not lazy:
+            mx.eval([module.parameters() for module in modules.values()], content.shared_arrays())
+    if content.bases:
+        object.__setattr__(model, "rsv_bases", content.bases)  # not parameters; they live as long as the model
+    report.layers, report.tensors = len(plan.packed) + len(plan.dense), len(plan.parameters)
+
+
+class _Content:
+    """Layers and tensors of a file as they are asked for; codebooks and transforms made once."""
+
+    def __init__(self, file: rsv_format.File, loader: Loader) -> None:
+        self.file, self.loader = file, loader
+        self.bases: list[mx.array] = []
+        self._transforms: dict[int, Transform] = {}
+        self._factors: dict[object, mx.array] = {}
+        self._codebooks: dict[int, Codebook] = {}
+
+    def tensor(self, tensor: rsv_format.Tensor) -> mx.array:
+        """A kept tensor."""
+        loaded = self.loader.load(parts_of(tensor))
+        if loaded.base is not None:
+            self.bases.append(loaded.base)
+        return loaded.arrays[0]
+
+    def layer(self, layer: rsv_format.Layer) -> QuantizedLinear:
+        """A layer; of a stack, all rows as one."""
+        loaded = self.loader.load(parts_of(layer))
+        weight, scales, *bias = loaded.arrays
+        made = QuantizedLinear(
+            weight, scales, self._codebook(layer), self._transform(layer), *bias, input_dims=layer.in_features
+        )
+        if loaded.base is not None:
+            object.__setattr__(made, "rsv_base", loaded.base)
+        return made
+
+    def dequantized(self, name: str) -> dict[str, mx.array]:
+        """The dense weight, and the bias if there is one, with a leading axis if stacked."""
+        layer = self.file.layers[name]
+        made = self.layer(layer)
+        shape = (layer.out_features,) if layer.stack == 1 else (layer.stack, layer.out_features)
+        dense = {"weight": made.dequantize().reshape(*shape, layer.in_features)}
+        if "bias" in made:
+            dense["bias"] = made.bias.reshape(shape)
+        return dense
+
+    def shared_arrays(self) -> list[mx.array]:
+        """Codebooks' tables and transforms, which are no layer's parameters."""
+        owners = (*self._transforms.values(), *self._codebooks.values())
+        return [array for owner in owners for array in owner.arrays]
+
+    def _codebook(self, layer: rsv_format.Layer) -> Codebook:
+        if layer.codebook_id not in self._codebooks:
+            self._codebooks[layer.codebook_id] = Codebook.of(layer.codebook)
+        return self._codebooks[layer.codebook_id]
+
+    def _transform(self, layer: rsv_format.Layer) -> Transform | None:
+        if layer.transform is None or layer.transform_id is None:
+            return None
+        if layer.transform_id not in self._transforms:
+            self._transforms[layer.transform_id] = Transform(layer.transform, self._factors)
+        return self._transforms[layer.transform_id]
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str], report: LoadReport) -> Iterator[rsv_format.File]:
+    with contextlib.ExitStack() as stack:
+        with _timed(report, "open"):
+            file = stack.enter_context(rsv_format.open(path))
+        report.nbytes = file.nbytes
+        yield file
+
+
+@contextlib.contextmanager
+def _folder(file: rsv_format.File, names: tuple[str, ...] | None = None) -> Iterator[Path]:
+    """A temporary folder with the attachments, as mlx-lm and transformers want them."""
+    if "config.json" not in file.attachments:
+        raise RsvError("missing_attachment", "config.json", "without it, pass a model to fill: load(path, model=...)")
+    if names is None and not any(name in file.attachments for name in _TOKENIZERS):
+        raise RsvError("missing_attachment", "tokenizer.json", "no tokenizer is attached; load_model needs none")
+    with tempfile.TemporaryDirectory(prefix="rsv-") as folder:
+        for name, attachment in file.attachments.items():
+            if names is None or name in names:
+                Path(folder, name).write_bytes(attachment.data)
+        yield Path(folder)
+
+
+def _skeleton(folder: Path, report: LoadReport) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of mlx-lm that the config describes; its random weights are never evaluated."""
+    with _timed(report, "mlx_lm"):
+        try:
+            from mlx_lm.utils import _get_classes, load_config
+        except ImportError as e:
+            raise RsvError("missing_dependency", "mlx_lm", "pip install 'rsv-format[mlx]'") from e
+    with _timed(report, "model"):
+        try:
+            config = load_config(folder)
+            if "model_file" in config:
+                raise ValueError("it brings its own code, which is never run")
+            model_class, arguments_class = _get_classes(config)
+            return model_class(arguments_class.from_dict(config)), config
+        except Exception as e:  # a config can be wrong in any way
+            raise RsvError("unsupported_model", "config.json", f"{type(e).__name__}: {e}") from e
+
+
+def _tokenizer(
+    folder: Path, config: Mapping[str, Any], extra: Mapping[str, Any] | None, report: LoadReport
+) -> Any:
+    from mlx_lm.utils import load_tokenizer
+
+    with _timed(report, "tokenizer"):
+        return load_tokenizer(folder, dict(extra or {}), eos_token_ids=config.get("eos_token_id"))
+
+
+def _target_dtype(dtype: mx.Dtype | str | None, config: Mapping[str, Any] | None) -> mx.Dtype | None:
+    """What kept tensors are cast to, None to leave them."""
+    if dtype == "keep":
+        return None
+    if isinstance(dtype, mx.Dtype):
+        return dtype
+    if dtype is not None:
+        raise RsvError("bad_argument", "dtype", f"{dtype!r} is neither an mx.Dtype nor 'keep'")
+    if mx.default_device() == mx.cpu:
+        return mx.float32
+    named = (config or {}).get("torch_dtype") or (config or {}).get("dtype")
+    return _CONFIG_DTYPES.get(str(named))
+
+
+def _cast(array: mx.array, dtype: mx.Dtype | None) -> mx.array:
+    floating = mx.issubdtype(array.dtype, mx.floating)
+    return array if dtype is None or not floating or array.dtype == dtype else array.astype(dtype)
+
+
+@contextlib.contextmanager
+def _timed(report: LoadReport, step: str) -> Iterator[None]:
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        report.seconds[step] = report.seconds.get(step, 0.0) + time.perf_counter() - started

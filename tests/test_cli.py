@@ -1,0 +1,663 @@
+"""The command line: results, messages, exit codes, signals, closed pipes, and no half-written output."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner, Result
+
+import rsv_format
+from rsv_cli import adoption, describe, terminal
+from rsv_cli.app import app
+
+CONFIG = {"model_type": "llama", "hidden_size": 96}
+RSV = [sys.executable, "-W", "error", "-m", "rsv_cli"]
+COMMANDS = ("quantize", "info", "verify", "compare", "export", "extract", "generate", "doctor")
+
+
+def rsv(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def ok(*arguments: object) -> str:
+    result = rsv(*arguments)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def failed(code: int, *arguments: object) -> Result:
+    result = rsv(*arguments)
+    assert result.exit_code == code, (result.exit_code, result.output)
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return result
+
+
+def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [*RSV, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    rng = np.random.default_rng(7)
+    tensors = {"model.embed_tokens.weight": rng.standard_normal((50, 96)).astype(np.float16)}
+    for i in range(2):
+        block = f"model.layers.{i}"
+        tensors[f"{block}.input_layernorm.weight"] = rng.uniform(0.5, 2, 96).astype(np.float32)
+        tensors[f"{block}.self_attn.q_proj.weight"] = rng.standard_normal((64, 96)).astype(np.float32)
+        tensors[f"{block}.self_attn.q_proj.bias"] = rng.standard_normal(64).astype(np.float16)
+        tensors[f"{block}.mlp.down_proj.weight"] = rng.standard_normal((96, 160)).astype(np.float16)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def quantized(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("rsv") / "model.rsv"
+    rsv_format.quantize(model, path, seed=3)
+    return path
+
+
+@pytest.fixture
+def broken(quantized: Path, tmp_path: Path) -> Path:
+    """Two layers with a changed byte each."""
+    with rsv_format.open(quantized) as file:
+        offsets = [layer.offset for layer in file.layers.values()][:2]
+    data = bytearray(quantized.read_bytes())
+    for offset in offsets:
+        data[offset] ^= 1
+    path = tmp_path / "broken.rsv"
+    path.write_bytes(data)
+    return path
+
+
+# ---- help and start-up
+
+
+def test_help_names_every_command() -> None:
+    text = ok("--help")
+    assert all(command in text for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command_has_an_example(command: str) -> None:
+    assert f"Example: rsv {command}" in ok(command, "--help")
+
+
+def test_version() -> None:
+    assert ok("--version").startswith("rsv ")
+
+
+def test_no_arguments_show_help() -> None:
+    assert "Usage" in rsv().output
+
+
+def test_start_up_imports_nothing_heavy() -> None:
+    code = "import sys, rsv_cli.app; print({'numpy', 'rsv_format', 'rsv_mlx', 'mlx', 'safetensors'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_missing_extra_says_how_to_install(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import rsv_cli; rsv_cli.run()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == f"rsv needs {missing}: pip install 'rsv-format[cli]'\n"
+
+
+# ---- quantize
+
+
+def test_quantize_writes_what_the_library_writes(model: Path, quantized: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.rsv"
+    text = ok("quantize", model, "-o", out, "--seed", 3)
+    assert out.read_bytes() == quantized.read_bytes()
+    assert "wrote" in text and "4 layers" in text
+
+
+def test_quantize_passes_its_options_on(model: Path, tmp_path: Path) -> None:
+    out, wanted = tmp_path / "out.rsv", tmp_path / "wanted.rsv"
+    options = ("--bits", 3, "--codebook", "uniform", "--rotation", "haar", "--persist-rotation", "--threads", 1)
+    patterns = ("--include", "*.self_attn.*", "--include", "*.mlp.*", "--exclude", "*.1.*")
+    assert ok("quantize", model, "-o", out, "--importance", "none", "--quiet", *options, *patterns) == ""
+    rsv_format.quantize(
+        model, wanted, bits=3, codebook="uniform", rotation="haar", persist_rotation=True, importance="none",
+        include=["*.self_attn.*", "*.mlp.*"], exclude=["*.1.*"],
+    )  # fmt: skip
+    assert out.read_bytes() == wanted.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--bits", 0),
+        ("--bits", 9),
+        ("--codebook", "nf4"),
+        ("--rotation", "givens"),
+        ("--seed", -1),
+        ("--seed", 2**53),
+        ("--threads", 0),
+        ("--persist-rotation",),
+        ("--include", "nothing.*"),
+        ("--surprise",),
+    ],
+)
+def test_bad_option_values_are_usage_errors(model: Path, tmp_path: Path, options: tuple[object, ...]) -> None:
+    failed(2, "quantize", model, "-o", tmp_path / "out.rsv", *options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_fails_with_the_code_of_the_library(tmp_path: Path) -> None:
+    result = failed(1, "quantize", tmp_path / "absent.safetensors", "-o", tmp_path / "out.rsv")
+    assert result.stderr.startswith("error[io_error] ")
+    assert result.stdout == ""
+    save_file({"a.weight": np.full((2, 8), np.nan, np.float32)}, tmp_path / "nan.safetensors")
+    result = failed(1, "quantize", tmp_path / "nan.safetensors", "-o", tmp_path / "out.rsv")
+    assert result.stderr.startswith("error[nonfinite_weight] a: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["nan.safetensors"]
+
+
+def test_quantize_does_not_replace_its_source_or_another_kind_of_file(model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "model.safetensors"
+    source.write_bytes((model / "model.safetensors").read_bytes())
+    before = source.read_bytes()
+    alias = tmp_path / "alias.rsv"
+    alias.symlink_to(source)
+    for out in (source, alias):
+        assert "is the input itself" in failed(2, "quantize", source, "-o", out).stderr
+    other = tmp_path / "notes.txt"
+    other.write_text("precious")
+    assert "not an RSV file" in failed(2, "quantize", source, "-o", other).stderr
+    assert "not an RSV file" in failed(2, "quantize", tmp_path, "-o", source).stderr
+    assert "not a regular file" in failed(2, "quantize", source, "-o", os.devnull).stderr
+    assert source.read_bytes() == before and other.read_text() == "precious"
+
+
+def test_quantize_replaces_an_rsv_file_and_an_empty_one(model: Path, quantized: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.rsv"
+    out.touch()
+    ok("quantize", model, "-o", out, "--seed", 4)
+    ok("quantize", model, "-o", out, "--seed", 3)
+    assert out.read_bytes() == quantized.read_bytes()
+
+
+# ---- info
+
+
+def test_info_counts_every_byte(quantized: Path) -> None:
+    tree = json.loads(ok("info", quantized, "--json"))
+    assert tree["nbytes"] == quantized.stat().st_size == sum(tree["by_kind"].values())
+    assert tree["weights"] == 2 * (64 * 96 + 96 * 160)
+    assert [layer["name"] for layer in tree["layers"]] == sorted(layer["name"] for layer in tree["layers"])
+    assert {layer["bias"] for layer in tree["layers"]} == {None, "f16"}
+    assert {transform["diagonal"] for transform in tree["transforms"]} == {"signs", "values"}
+    assert sum(t["nbytes"] for t in tree["transforms"]) == tree["by_kind"]["diagonals"] + tree["by_kind"]["factors"]
+    assert len(tree["codebooks"][0]["centroids"]) == 16
+    assert [item["name"] for item in tree["attachments"]] == ["config.json", "tokenizer.json"]
+    assert tree["metadata"]["quantizer.seed"] == "3"
+
+
+def test_info_groups_layers_into_families(quantized: Path) -> None:
+    text = ok("info", quantized)
+    assert re.search(r"model\.layers\.\*\.mlp\.down_proj +×2 +96 × 160 +4 ", text)
+    assert "hartley 5 ⊗ hadamard 32 · signs" in text
+    assert "indices" in text and "bits per weight" in text
+    listed = ok("info", quantized, "--layers")
+    assert "model.layers.0.mlp.down_proj" in listed and "model.layers.*" not in listed
+
+
+def test_info_of_a_file_of_rotation_matrices(model: Path, tmp_path: Path) -> None:
+    for flags, wanted in (((), "haar 96 seed 0"), (("--persist-rotation",), "matrix 96")):
+        ok("quantize", model, "-o", tmp_path / "out.rsv", "--rotation", "haar", *flags)
+        text = ok("info", tmp_path / "out.rsv")
+        assert wanted in text and ("derived by QR" in text) == (not flags)
+
+
+def test_info_of_an_empty_file(tmp_path: Path) -> None:
+    rsv_format.write(tmp_path / "empty.rsv")
+    assert "0 layers" in ok("info", tmp_path / "empty.rsv")
+    assert json.loads(ok("info", tmp_path / "empty.rsv", "--json"))["bits_per_weight"] == 0
+
+
+def test_names_and_metadata_cannot_command_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "rude.rsv"
+    name = "a\x9b31m[bold]b\u202e"
+    rsv_format.write(
+        path,
+        tensors={name: rsv_format.TensorData("f32", np.zeros(3, np.float32))},
+        metadata={"\x1b[2J": "\x1b]0;title\x07\n[red]no[/red]"},
+    )
+    text = ok("info", path)
+    assert not set(text) & set("\x1b\x07\x9b\u202e")
+    assert r"a\x9b31m[bold]b\u202e" in text and r"\x1b]0;title\x07\n[red]no[/red]" in text
+
+
+# ---- verify
+
+
+def test_verify_of_a_sound_file(quantized: Path) -> None:
+    assert "sound" in ok("verify", quantized)
+    assert ok("verify", quantized, "--quiet") == ""
+    tree = json.loads(ok("verify", quantized, "--json"))
+    assert tree["valid"] is True and tree["faults"] == [] and "error" not in tree
+
+
+def test_verify_lists_all_faults(broken: Path) -> None:
+    result = failed(1, "verify", broken)
+    lines = result.stderr.splitlines()
+    assert [line.startswith("error[blob_digest_mismatch] layer ") for line in lines] == [True, True, False]
+    assert lines[-1].endswith("2 faults") and result.stdout == ""
+    assert len(failed(1, "verify", broken, "--first").stderr.splitlines()) == 1
+
+
+def test_verify_json_of_a_broken_file(broken: Path) -> None:
+    result = failed(1, "verify", broken, "--json")
+    tree = json.loads(result.stdout)
+    assert tree["valid"] is False and tree["error"] == "blob_digest_mismatch" and tree["phase"] == "payload"
+    assert len(tree["faults"]) == 2 and set(tree["faults"][0]) == {"error", "phase", "where", "detail"}
+    assert result.stderr == ""
+    assert json.loads(failed(1, "verify", broken, "--json", "--first").stdout)["error"] == "blob_digest_mismatch"
+
+
+@pytest.mark.parametrize("command", ["info", "verify"])
+def test_what_does_not_open(command: str, tmp_path: Path) -> None:
+    path = tmp_path / "text.rsv"
+    path.write_text("x" * 100)
+    result = failed(1, command, path)
+    assert result.stderr.startswith("error[bad_magic] magic: ") and result.stdout == ""
+    result = failed(1, command, path, "--json")
+    assert json.loads(result.stdout)["error"] == "bad_magic" and result.stderr == ""
+    tree = json.loads(failed(1, command, tmp_path / "absent.rsv", "--json").stdout)
+    assert tree == {
+        "error": "io_error",
+        "phase": "input",
+        "where": str(tmp_path / "absent.rsv"),
+        "detail": "No such file or directory",
+    }
+    failed(1, command, tmp_path)
+
+
+# ---- compare
+
+
+def test_compare_measures_each_layer(model: Path, quantized: Path) -> None:
+    tree = json.loads(ok("compare", model, quantized, "--json"))
+    weights = load_file(model / "model.safetensors")
+    error = norm = 0.0
+    with rsv_format.open(quantized) as file:
+        for entry in tree["layers"]:
+            w = weights[f"{entry['name']}.weight"].astype(np.float64)
+            e, n = np.sum((w - file.layers[entry["name"]].dequantize()) ** 2), np.sum(w**2)
+            assert entry["relative_error"] == pytest.approx(np.sqrt(e / n), rel=1e-9)
+            error, norm = error + e, norm + n
+    assert tree["relative_error"] == pytest.approx(np.sqrt(error / norm), rel=1e-9)
+    assert 0.05 < tree["relative_error"] < 0.15
+    assert len(tree["tensors"].pop("equal")) == 5 and not any(tree["tensors"].values())
+
+
+def test_compare_for_people(model: Path, quantized: Path) -> None:
+    text = ok("compare", model, quantized)
+    assert re.search(r"model\.layers\.\*\.mlp\.down_proj +×2 +30\.7 k +\d+\.\d\d % ", text)
+    assert "all layers" in text and "all 5 kept tensors and biases" in text
+    assert "model.layers.1.mlp.down_proj" in ok("compare", model, quantized, "--layers")
+
+
+def test_compare_names_kept_tensors_that_differ(model: Path, quantized: Path, tmp_path: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    weights["model.embed_tokens.weight"][3, 3] += 1
+    weights["model.layers.0.self_attn.q_proj.bias"] = weights["model.layers.0.self_attn.q_proj.bias"].astype("f4")
+    del weights["model.layers.1.input_layernorm.weight"]
+    weights["extra.weight"] = np.zeros(1, np.float32)
+    save_file(weights, tmp_path / "other.safetensors")
+    tree = json.loads(failed(1, "compare", tmp_path / "other.safetensors", quantized, "--json").stdout)
+    assert tree["tensors"] == {
+        "equal": ["model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.q_proj.bias"],
+        "different": ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.bias"],
+        "only_in_file": ["model.layers.1.input_layernorm.weight"],
+        "only_in_source": ["extra.weight"],
+    }
+    text = failed(1, "compare", tmp_path / "other.safetensors", quantized).stdout
+    assert "different  model.embed_tokens.weight" in text and "only in the source  extra.weight" in text
+
+
+def test_compare_refuses_another_model(quantized: Path, tmp_path: Path) -> None:
+    save_file({"a.weight": np.ones((2, 8), np.float32)}, tmp_path / "a.safetensors")
+    tree = json.loads(failed(1, "compare", tmp_path / "a.safetensors", quantized, "--json").stdout)
+    assert (tree["error"], tree["phase"]) == ("missing_layer", "binding")
+    save_file({"model.layers.0.mlp.down_proj.weight": np.ones((2, 8), np.float32)}, tmp_path / "b.safetensors")
+    assert "error[shape_mismatch]" in failed(1, "compare", tmp_path / "b.safetensors", quantized).stderr
+
+
+def test_compare_of_zero_and_nonfinite_weights(tmp_path: Path) -> None:
+    save_file({"a.weight": np.zeros((2, 8), np.float32)}, tmp_path / "zero.safetensors")
+    ok("quantize", tmp_path / "zero.safetensors", "-o", tmp_path / "a.rsv")
+    assert json.loads(ok("compare", tmp_path / "zero.safetensors", tmp_path / "a.rsv", "--json"))["relative_error"] == 0
+    save_file({"a.weight": np.ones((2, 8), np.float32)}, tmp_path / "one.safetensors")
+    ok("quantize", tmp_path / "one.safetensors", "-o", tmp_path / "b.rsv")
+    tree = json.loads(ok("compare", tmp_path / "zero.safetensors", tmp_path / "b.rsv", "--json"))
+    assert tree["relative_error"] is None
+    assert "∞" in ok("compare", tmp_path / "zero.safetensors", tmp_path / "b.rsv")
+    save_file({"a.weight": np.full((2, 8), np.inf, np.float32)}, tmp_path / "inf.safetensors")
+    assert "error[nonfinite_weight]" in failed(1, "compare", tmp_path / "inf.safetensors", tmp_path / "b.rsv").stderr
+
+
+# ---- export and extract
+
+
+def test_export_round_trips(model: Path, quantized: Path, tmp_path: Path) -> None:
+    out = tmp_path / "dense.safetensors"
+    assert "wrote" in ok("export", quantized, "-o", out)
+    source, dense = load_file(model / "model.safetensors"), load_file(out)
+    assert {name: array.shape for name, array in dense.items()} == {n: a.shape for n, a in source.items()}
+    with rsv_format.open(quantized) as file:
+        for name, array in dense.items():
+            layer = file.layers.get(name.removesuffix(".weight"))
+            wanted = source[name] if layer is None else layer.dequantize()
+            assert array.dtype == wanted.dtype and np.array_equal(array, wanted), name
+    tree = json.loads(ok("compare", out, quantized, "--json"))
+    assert tree["relative_error"] == 0 and tree["tensors"]["different"] == []
+    with safe_open(out, "numpy") as dense_file:
+        assert dense_file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize(("dtype", "stored", "tolerance"), [("float16", "F16", 2**-11), ("bfloat16", "BF16", 2**-8)])
+def test_export_dtype(quantized: Path, tmp_path: Path, dtype: str, stored: str, tolerance: float) -> None:
+    out = tmp_path / "dense.safetensors"
+    ok("export", quantized, "-o", out, "--dtype", dtype, "--quiet")
+    with safe_open(out, "numpy") as dense:
+        assert {dense.get_slice(name).get_dtype() for name in dense.keys()} == {stored}  # noqa: SIM118
+    with rsv_format.open_source(out) as source, rsv_format.open(quantized) as file:
+        for layer in file.layers.values():
+            wanted, found = layer.dequantize(), source.tensors[f"{layer.name}.weight"].float32()
+            assert np.all(np.abs(found - wanted) <= tolerance * np.abs(wanted) + 1e-7)
+
+
+def test_export_keeps_integers_and_stacks(tmp_path: Path) -> None:
+    experts = np.random.default_rng(1).standard_normal((3, 8, 32)).astype(np.float32)
+    layer = rsv_format.quantize_matrix(experts, name="experts", bits=8)
+    tensors = {
+        "ids": rsv_format.TensorData("i64", np.arange(5)),
+        "mask": rsv_format.TensorData("bool", np.array([[1, 0]], np.uint8)),
+        "none": rsv_format.TensorData("f32", np.zeros((0, 3), np.float32)),
+        "scalar": rsv_format.TensorData("f64", np.array(0.1)),
+    }
+    rsv_format.write(tmp_path / "a.rsv", layers=[layer], tensors=tensors)
+    ok("export", tmp_path / "a.rsv", "-o", tmp_path / "a.safetensors", "--dtype", "float32")
+    dense = load_file(tmp_path / "a.safetensors")
+    assert dense["experts.weight"].shape == (3, 8, 32)
+    assert np.linalg.norm(dense["experts.weight"] - experts) < 0.02 * np.linalg.norm(experts)
+    assert dense["ids"].tolist() == [0, 1, 2, 3, 4] and dense["mask"].tolist() == [[True, False]]
+    assert dense["none"].shape == (0, 3) and dense["scalar"] == np.float32(0.1) and dense["scalar"].shape == ()
+
+
+def test_export_refuses_an_overflow(tmp_path: Path) -> None:
+    big = rsv_format.TensorData("f32", np.array([1e9], np.float32))
+    rsv_format.write(tmp_path / "a.rsv", tensors={"big": big})
+    result = failed(1, "export", tmp_path / "a.rsv", "-o", tmp_path / "a.safetensors", "--dtype", "float16")
+    assert result.stderr.startswith("error[content_invalid] big: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.rsv"]
+    ok("export", tmp_path / "a.rsv", "-o", tmp_path / "a.safetensors", "--dtype", "bfloat16")
+
+
+def test_export_of_a_broken_file_writes_nothing(broken: Path) -> None:
+    result = failed(1, "export", broken, "-o", broken.parent / "a.safetensors")
+    assert result.stderr.startswith("error[blob_digest_mismatch] ")
+    assert [path.name for path in broken.parent.iterdir()] == ["broken.rsv"]
+
+
+def test_export_spares_rsv_files(quantized: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.rsv"
+    other.write_bytes(quantized.read_bytes())
+    assert "is the input itself" in failed(2, "export", quantized, "-o", quantized).stderr
+    assert "an RSV file" in failed(2, "export", quantized, "-o", other).stderr
+    assert "error[io_error]" in failed(1, "export", quantized, "-o", tmp_path / "no" / "a.safetensors").stderr
+    assert other.read_bytes() == quantized.read_bytes()
+
+
+def test_extract(quantized: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "folder"
+    ok("extract", quantized, "tokenizer.json", "-o", out)
+    assert [path.name for path in out.iterdir()] == ["tokenizer.json"]
+    result = failed(2, "extract", quantized, "-o", out)
+    assert "--force" in result.stderr and not (out / "config.json").exists()
+    ok("extract", quantized, "-o", out, "--force")
+    assert json.loads((out / "config.json").read_text()) == CONFIG
+    assert (out / "tokenizer.json").read_text() == '{"version": "1.0"}'
+    assert "error[missing_attachment] ../x" in failed(1, "extract", quantized, "../x", "-o", out).stderr
+
+
+def test_extract_replaces_a_link_not_its_target(quantized: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("precious")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").symlink_to(target)
+    ok("extract", quantized, "config.json", "-o", out, "--force")
+    assert target.read_text() == "precious" and json.loads((out / "config.json").read_text()) == CONFIG
+
+
+def test_extract_checks_the_digest(quantized: Path, tmp_path: Path) -> None:
+    data = bytearray(quantized.read_bytes())
+    with rsv_format.open(quantized) as file:
+        data[file.attachments["config.json"].offset] ^= 1
+    (tmp_path / "a.rsv").write_bytes(data)
+    failed(1, "extract", tmp_path / "a.rsv", "-o", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# ---- generate, with stand-ins for MLX
+
+
+class _Tokenizer:
+    chat_template = "{{ messages }}"
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> list[str]:
+        assert options == {"add_generation_prompt": True, "return_dict": False}
+        return ["chat", messages[0]["role"], messages[0]["content"]]
+
+
+@pytest.fixture
+def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    seen: list[Any] = []
+
+    def stream_generate(model: Any, tokenizer: Any, prompt: Any, *, max_tokens: int, sampler: Any) -> Any:
+        seen.append((prompt, max_tokens, sampler))
+        facts = {"prompt_tokens": 3, "prompt_tps": 9.0, "generation_tokens": 2, "generation_tps": 8.0, "peak_memory": 0}
+        for text in ("blue", " sky"):
+            yield types.SimpleNamespace(text=text, **facts)
+
+    fakes: dict[str, dict[str, Any]] = {
+        "mlx": {},
+        "mlx.core": {"random": types.SimpleNamespace(seed=lambda n: None)},
+        "mlx_lm": {"stream_generate": stream_generate},
+        "mlx_lm.sample_utils": {"make_sampler": lambda temp: temp},
+        "rsv_mlx": {"load": lambda path: ("model", _Tokenizer())},
+    }
+    for name, members in fakes.items():
+        module = types.ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    return seen
+
+
+def test_generate_applies_the_chat_template(prompts: list[Any], quantized: Path) -> None:
+    result = rsv("generate", quantized, "--prompt", "Why?", "--max-tokens", 7, "--temp", 0.5)
+    assert result.exit_code == 0 and result.stdout == "blue sky\n"
+    assert "generated 2 tokens" in result.stderr
+    assert prompts == [(["chat", "user", "Why?"], 7, 0.5)]
+
+
+def test_generate_raw_from_standard_input(prompts: list[Any], quantized: Path) -> None:
+    result = CliRunner().invoke(app, ["generate", str(quantized), "-p", "-", "--raw", "--quiet"], input="Once")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "blue sky\n", "")
+    assert prompts == [("Once", 256, 0.0)]
+
+
+def test_generate_without_mlx(monkeypatch: pytest.MonkeyPatch, quantized: Path) -> None:
+    monkeypatch.setitem(sys.modules, "mlx.core", None)
+    result = failed(1, "generate", quantized, "--prompt", "Why?")
+    assert result.stderr.startswith("error[missing_dependency] mlx.core: ") and "rsv-format[mlx]" in result.stderr
+
+
+# ---- doctor
+
+
+def test_doctor() -> None:
+    tree = json.loads(ok("doctor", "--json"))
+    assert tree["packages"]["numpy"] == np.__version__ and isinstance(tree["mlx"]["zero_copy"], bool)
+    assert set(tree["mlx"]) == {"device", "zero_copy", "detail", "attempts"}
+
+
+def test_doctor_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = {"device": None, "zero_copy": False, "detail": "MLX cannot be imported", "attempts": {"x": "no"}}
+    monkeypatch.setattr(adoption, "probe", lambda: finding)
+    text = ok("doctor")
+    assert "zero-copy" in text and "MLX cannot be imported" in text
+
+
+def test_doctor_survives_a_missing_or_crashing_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlx.core", None)
+    assert "cannot be imported" in adoption.attempt()["detail"]
+
+    def crash(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], -11, "", "Segmentation fault\n")
+
+    monkeypatch.setattr(subprocess, "run", crash)
+    assert adoption.probe()["detail"] == "the attempt ended with -11: Segmentation fault"
+
+
+# ---- as a process: pipes, signals, streams
+
+
+def test_exit_codes_of_the_process(quantized: Path, broken: Path) -> None:
+    assert process("verify", quantized).returncode == 0
+    result = process("verify", broken)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert process("verify").returncode == 2
+
+
+def test_piped_output_is_plain_and_whole(quantized: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "FORCE_COLOR")}
+    result = process("info", quantized, "--layers", env={**environment, "PYTHONUTF8": "1"})
+    assert result.returncode == 0 and result.stderr == ""
+    assert "\x1b" not in result.stdout and "…" not in result.stdout
+    narrow = process("info", quantized, env={**environment, "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"})
+    assert narrow.returncode == 0 and "Traceback" not in narrow.stderr
+
+
+@pytest.mark.parametrize("arguments", [("info", "--layers"), ("info", "--json"), ("verify",)])
+@pytest.mark.skipif(os.name == "nt", reason="POSIX pipes")
+def test_closed_pipe(quantized: Path, arguments: tuple[str, ...]) -> None:
+    command, *options = arguments
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        result = subprocess.run(
+            [*RSV, command, quantized, *options], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    finally:
+        os.close(writer)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX shell")
+def test_closed_standard_streams(quantized: Path) -> None:
+    shell = f"exec {sys.executable} -m rsv_cli verify {quantized} >&- 2>&-"
+    assert subprocess.run(["sh", "-c", shell], timeout=60, check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Enough to be interrupted in: some seconds of work."""
+    path = tmp_path_factory.mktemp("big") / "big.safetensors"
+    weight = np.random.default_rng(2).standard_normal((1024, 1024)).astype(np.float16)
+    save_file({f"layers.{i}.up_proj.weight": weight for i in range(40)}, path)
+    return path
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("command", ["quantize", "export"])
+def test_interrupted_work_leaves_nothing(big: Path, tmp_path: Path, name: str, command: str) -> None:
+    number = getattr(signal, name)
+    if signal.getsignal(number) is signal.SIG_IGN:
+        pytest.skip(f"{name} is ignored here, and so it is in a child")
+    source, out = big, tmp_path / "out" / "result"
+    out.parent.mkdir()
+    if command == "export":
+        source = tmp_path / "big.rsv"
+        rsv_format.quantize(big, source, rotation="none", bits=1)
+    child = subprocess.Popen([*RSV, command, source, "-o", out], stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while not list(out.parent.iterdir()):  # its temporary file
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    child.send_signal(number)
+    output, complaint = child.communicate(timeout=30)
+    assert child.returncode == 128 + number
+    assert complaint == (b"interrupted\n" if name == "SIGINT" else b"stopped\n") and output == b""
+    assert list(out.parent.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a pseudo-terminal of Linux")
+def test_progress_shows_on_a_terminal_only(big: Path, tmp_path: Path) -> None:
+    import pty
+
+    for quiet in (False, True):
+        ours, theirs = pty.openpty()
+        command = [*RSV, "quantize", big, "-o", tmp_path / "a.rsv", "--bits", "1", *(["--quiet"] if quiet else [])]
+        child = subprocess.Popen(command, stderr=theirs, stdout=subprocess.PIPE, env={**os.environ, "TERM": "xterm"})
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                part = os.read(ours, 65536)
+            except OSError:  # the other end is closed
+                break
+            if not part:
+                break
+            shown += part
+        os.close(ours)
+        assert child.stdout is not None
+        with child.stdout as out:
+            assert (out.read() == b"") is quiet
+        assert child.wait() == 0
+        assert (b"quantizing" in shown and b"layers." in shown) is not quiet
+
+
+# ---- words
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (9994, "9.99 kB"), (9996, "10.0 kB"), (341_000_000, "341 MB"),
+     (999_499, "999 kB"), (999_600, "1.00 MB"), (2_517_000_000, "2.52 GB")],
+)  # fmt: skip
+def test_sizes(nbytes: int, text: str) -> None:
+    assert describe.size(nbytes) == text
+
+
+def test_families() -> None:
+    assert describe.family("model.layers.11.mlp.w1") == "model.layers.*.mlp.w1"
+    assert describe.family("0.block2.3") == "*.block2.*"
+
+
+def test_plain() -> None:
+    assert terminal.plain("é 漢 ok") == "é 漢 ok"
+    assert terminal.plain("\x1b[0m\n") == r"\x1b[0m\n"

