@@ -80,6 +80,7 @@ def table(title: str, *columns: str, **options: Any) -> Table:
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
+        padding=(0, 1, 0, 0),
         **options,
     )
     for column in columns:

@@ -93,12 +93,12 @@ def export(
 
 def extract(
     file: RsvFile,
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Attachments; all of them if none is named.")
-    ] = None,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Made if it is not there.", show_default=False)
-    ] = ...,  # type: ignore[assignment]
+    ],
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Attachments; all of them if none is named.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", "-f", help="Replace files that exist.")] = False,
     quiet: Quiet = False,
 ) -> None:

@@ -36,6 +36,7 @@ _MEANING = {
     "attachments": "config, tokenizer",
 }
 _BAR_WIDTH = 28
+_WIDE = 108  # columns from which there is room for remarks
 _LONGEST_VALUE = 300  # characters of a metadata value on a terminal
 
 
@@ -173,10 +174,11 @@ def _print_info(console: Console, path: Path, file: File, summary: Summary, ever
         f"{describe.count(summary.weights)} weights",
         f"{summary.bits_per_weight:.3f} bits per weight",
     ]
-    console.print(title, Text(" · ".join(facts)))
-    console.print(_kinds(summary))
+    console.print(title, Text(" · ".join(facts)), sep="  ")
+    wide = console.width >= _WIDE
+    console.print(_kinds(summary, wide))
     if file.layers:
-        console.print(_layers(file, every))
+        console.print(_layers(file, every, wide))
     if file.header.transforms:
         console.print(_transforms(file))
     if file.tensors:
@@ -189,19 +191,20 @@ def _print_info(console: Console, path: Path, file: File, summary: Summary, ever
         console.print(Text(f"extensions: {terminal.plain(', '.join(file.header.extensions))}"))
 
 
-def _kinds(summary: Summary) -> Table:
-    table = describe.table("Where the bytes went", "kind", ">size", ">share", "", "what")
+def _kinds(summary: Summary, wide: bool) -> Table:
+    table = describe.table("Where the bytes went", "kind", ">size", ">share", "", *(["what"] if wide else []))
     for kind, nbytes in sorted(summary.by_kind.items(), key=lambda item: -item[1]):
         if nbytes:
             bar = Bar(summary.nbytes, 0, nbytes, width=_BAR_WIDTH, color="cyan")
             share = describe.percent(nbytes, summary.nbytes)
-            table.add_row(kind, describe.size(nbytes), share, bar, Text(_MEANING[kind], "dim"))
+            meaning = [Text(_MEANING[kind], "dim")] if wide else []
+            table.add_row(kind, describe.size(nbytes), share, bar, *meaning)
     table.add_section()
-    table.add_row("file", describe.size(summary.nbytes), "", "", "", style="bold")
+    table.add_row("file", describe.size(summary.nbytes), style="bold")
     return table
 
 
-def _layers(file: File, every: bool) -> Table:
+def _layers(file: File, every: bool, wide: bool) -> Table:
     groups: dict[tuple[str, str, int, str], list[LayerEntry]] = {}
     for entry in file.header.layers:
         name = entry.name if every else describe.family(entry.name)
@@ -214,7 +217,8 @@ def _layers(file: File, every: bool) -> Table:
             describe.transform(transform),
         )
         groups.setdefault(key, []).append(entry)
-    table = describe.table("Layers", "name", ">", ">shape", ">bits", ">size", ">share", "transform")
+    remark = ["transform"] if wide else []
+    table = describe.table("Layers", "name", ">", ">shape", ">bits", ">size", ">share", *remark)
     for (name, shape, bits, kind), entries in groups.items():
         nbytes = sum(file.layers[entry.name].nbytes for entry in entries)
         table.add_row(
@@ -224,7 +228,7 @@ def _layers(file: File, every: bool) -> Table:
             str(bits),
             describe.size(nbytes),
             describe.percent(nbytes, file.nbytes),
-            Text(kind, "dim"),
+            *([Text(kind, "dim")] if wide else []),
         )
     return table
 

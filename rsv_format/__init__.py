@@ -6,17 +6,19 @@ Modules, bottom up:
 - layout: prologue, sizes and offsets;  packing: indices to words;  dtypes: element types
 - codebook: centroids;  rotation: transforms
 - header: JSON to dataclasses;  validate: rules between entries, the walk over the blobs
-- reader: open and view;  verify: payload checks;  writer: stream into place
-- quantize: a matrix;  convert: a model;  importance, sources: what the model is and what feeds its layers
+- payload: checks of values;  reader: open and view;  verify: check it all;  writer: stream into place
+- quantize: a matrix;  importance, sources: what a model is and what feeds its layers;  convert: a model
+- summary: where the bytes went
 """
 
-from rsv_format.convert import QuantizeReport, quantize, save
+from rsv_format.convert import QuantizeReport, quantize, quantize_layers, save
 from rsv_format.errors import CODES, RsvError
 from rsv_format.packing import pack, unpack
 from rsv_format.quantize import quantize_matrix
 from rsv_format.reader import Attachment, File, Layer, Tensor, open
 from rsv_format.rotation import Transform
-from rsv_format.sources import open_source
+from rsv_format.sources import Source, SourceTensor, open_source
+from rsv_format.summary import Summary, summarize
 from rsv_format.verify import verify
 from rsv_format.writer import AttachmentData, LayerData, TensorData, Writer, write
 
@@ -29,6 +31,9 @@ __all__ = [
     "LayerData",
     "QuantizeReport",
     "RsvError",
+    "Source",
+    "SourceTensor",
+    "Summary",
     "Tensor",
     "TensorData",
     "Transform",
@@ -37,8 +42,10 @@ __all__ = [
     "open_source",
     "pack",
     "quantize",
+    "quantize_layers",
     "quantize_matrix",
     "save",
+    "summarize",
     "unpack",
     "verify",
     "write",

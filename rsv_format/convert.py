@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,8 +30,9 @@ from rsv_format.header import (
 from rsv_format.importance import norm_gains, share_groups
 from rsv_format.layout import BIAS_DTYPES
 from rsv_format.limits import MAX_INTEGER
-from rsv_format.quantize import ROTATIONS, channel_scales, column_squares, make_transform, quantize_matrix
+from rsv_format.quantize import channel_scales, column_squares, make_transform, quantize_matrix
 from rsv_format.reader import File
+from rsv_format.reader import open as open_file
 from rsv_format.rotation import Floats, Transform
 from rsv_format.sources import Source, SourceTensor, open_source
 from rsv_format.summary import Summary, summarize
@@ -99,15 +101,38 @@ def quantize(
         bad_argument, source_unsupported, source_invalid, nonfinite_weight, importance_mismatch, io_error.
     """
     started = time.perf_counter()
-    if isinstance(source, Source):
-        job = _Job(source, bits, codebook, rotation, persist_rotation, seed, threads, include, exclude)
-        weighted = job.run(out, importance, progress or (lambda done, total, name: None))
-    else:
-        with open_source(source) as opened:
-            job = _Job(opened, bits, codebook, rotation, persist_rotation, seed, threads, include, exclude)
-            weighted = job.run(out, importance, progress or (lambda done, total, name: None))
-    summary = summarize(out)
-    return QuantizeReport(str(out), time.perf_counter() - started, len(job.layers), weighted, summary)
+    with _opened(source) as opened:
+        job = _Job(opened, bits, codebook, rotation, persist_rotation, seed, threads, include, exclude, importance)
+        job.write(out, progress or _silent)
+    with open_file(out) as file:
+        if _repeats(file):
+            save(file, out)
+    return QuantizeReport(
+        str(out), time.perf_counter() - started, len(job.layers), len(job.importance), summarize(out)
+    )
+
+
+def quantize_layers(
+    source: str | os.PathLike[str] | Source,
+    *,
+    bits: int = 4,
+    codebook: str = "lloyd-max",
+    rotation: str = "hartley",
+    persist_rotation: bool = False,
+    seed: int = 0,
+    importance: Importance = "auto",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Iterator[LayerData]:
+    """The layers that `quantize` writes, one at a time, without a file; parameters and errors are the same.
+
+    Layers with one input come one after the other and share one Transform object.
+    """
+    with _opened(source) as opened:
+        job = _Job(opened, bits, codebook, rotation, persist_rotation, seed, threads, include, exclude, importance)
+        yield from job.quantized(progress or _silent)
 
 
 def save(file: File, path: str | os.PathLike[str]) -> None:
@@ -146,54 +171,61 @@ class _Job:
     threads: int | None
     include: Sequence[str]
     exclude: Sequence[str]
+    wanted_importance: Importance
 
     def __post_init__(self) -> None:
         make_codebook(self.codebook, self.bits)
-        if self.rotation not in ROTATIONS:
-            raise RsvError("bad_argument", "rotation", f"{self.rotation!r} is not one of {', '.join(ROTATIONS)}")
-        if not 0 <= self.seed <= MAX_INTEGER:
-            raise RsvError("bad_argument", "seed", f"{self.seed} is not in 0..2^53 - 1")
+        make_transform(1, rotation=self.rotation, seed=self.seed)
         names = [name.removesuffix(".weight") for name in self.source.tensors if self.source.is_linear(name)]
         self.layers = [name for name in names if self._chosen(name)]
         if not self.layers:
             raise RsvError("bad_argument", self.source.path, f"none of {len(names)} linear layers is chosen")
         self.biases = {name: bias for name in self.layers if (bias := self._bias(name)) is not None}
+        self.groups = [part for group in share_groups(self.layers) for part in self._same_width(group)]
+        self.importance = self._shared_importance(self._importance(self.wanted_importance))
 
-    def run(self, out: str | os.PathLike[str], importance: Importance, progress: Progress) -> int:
-        weights = self._importance(importance)
-        groups = [part for group in share_groups(self.layers) for part in self._same_width(group)]
-        shared = dict(weights)
-        for group in groups:
-            known = [shared[name] for name in group if name in shared]
-            if known:
-                shared.update({name: np.mean(np.stack(known), axis=0) for name in group})
-        with Writer(out, self._header(groups, shared)) as writer:
+    def write(self, out: str | os.PathLike[str], progress: Progress) -> None:
+        """Stream everything into a file."""
+        header = self._header()
+        positions = {layer.name: layer.transform for layer in header.layers}
+        with Writer(out, header) as writer:
             writer.codebook(0, make_codebook(self.codebook, self.bits))
-            total = sum(prod(self._weight(name).shape) for name in self.layers)
-            done, next_transform = 0, 0
-            for group in groups:
-                matrices = {name: self._read(name) for name in group}
-                transform = self._transform(group, matrices, shared.get(group[0]))
-                if transform is not None:
-                    writer.transform(next_transform, transform)
-                    next_transform += 1
-                for name in group:
-                    progress(done, total, name)
-                    writer.layer(self._quantized(name, matrices.pop(name), transform))
-                    done += prod(self._weight(name).shape)
-            progress(done, total, "other tensors")
+            written: set[int] = set()
+            for layer in self.quantized(progress):
+                position = positions[layer.name]
+                if layer.transform is not None and position is not None and position not in written:
+                    writer.transform(position, layer.transform)
+                    written.add(position)
+                writer.layer(layer)
             for name in self._kept():
                 writer.tensor(name, self.source.tensors[name].read())
             for name, (_, data) in self.source.attachments.items():
                 writer.attachment(name, data)
-        return len(shared)
 
-    def _header(self, groups: list[list[str]], importance: Mapping[str, Floats]) -> Header:
+    def quantized(self, progress: Progress) -> Iterator[LayerData]:
+        """The layers, group by group; a group's dense weights are in memory together."""
+        total, done = sum(prod(self._weight(name).shape) for name in self.layers), 0
+        for group in self.groups:
+            progress(done, total, group[0])
+            matrices = {name: self._weight(name).float32() for name in group}
+            transform = self._transform(group, matrices)
+            for name in group:
+                progress(done, total, name)
+                done += matrices[name].size
+                yield self._quantized(name, matrices.pop(name), transform)
+        progress(total, total, "")
+
+    def _header(self) -> Header:
         transforms: list[TransformEntry] = []
+        haar: dict[int, int] = {}  # in_features -> position: without a diagonal of their own, they are equal
         layers = []
-        for group in groups:
-            entry = self._transform_entry(self._weight(group[0]).shape[-1], group[0] in importance)
-            transforms += [] if entry is None else [entry]
+        for group in self.groups:
+            dim, weighted = self._weight(group[0]).shape[-1], group[0] in self.importance
+            entry, position = self._transform_entry(dim, weighted), len(transforms)
+            if self.rotation == "haar" and not weighted:
+                position = haar.setdefault(dim, position)
+            if entry is not None and position == len(transforms):
+                transforms.append(entry)
             for name in group:
                 shape = self._weight(name).shape
                 bias = self.biases.get(name)
@@ -204,15 +236,16 @@ class _Job:
                         out_features=shape[-2],
                         stack=prod(shape[:-2]),
                         codebook=0,
-                        transform=None if entry is None else len(transforms) - 1,
+                        transform=None if entry is None else position,
                         bias=None if bias is None else bias.dtype,
                     )
                 )
+        kept = [self.source.tensors[name] for name in self._kept()]
         return Header(
             (CodebookEntry(self.bits),),
             tuple(transforms),
             tuple(layers),
-            tuple(TensorEntry(name, x.dtype, x.shape) for name in self._kept() for x in [self.source.tensors[name]]),
+            tuple(TensorEntry(tensor.name, tensor.dtype, tensor.shape) for tensor in kept),
             tuple(AttachmentEntry(name, kind, len(data)) for name, (kind, data) in self.source.attachments.items()),
             self._metadata(),
         )
@@ -263,6 +296,16 @@ class _Job:
                 found[name] = gain * gain
         return found
 
+    def _shared_importance(self, known: Mapping[str, Floats]) -> Mapping[str, Floats]:
+        """Layers with one input have one importance: the mean of those that are known."""
+        shared: dict[str, Floats] = {}
+        for group in self.groups:
+            found = [known[name] for name in group if name in known]
+            if found:
+                mean = np.asarray(np.mean(np.stack(found), axis=0))
+                shared.update({name: mean for name in group})
+        return shared
+
     def _transform_entry(self, dim: int, weighted: bool) -> TransformEntry | None:
         """What `make_transform` will make, before the numbers are known."""
         scales = np.ones(dim) if weighted else None
@@ -273,13 +316,11 @@ class _Job:
         transform = make_transform(dim, rotation=self.rotation, scales=scales)
         return None if transform is None else transform_entry(transform)
 
-    def _transform(
-        self, group: list[str], matrices: Mapping[str, Floats], importance: Floats | None
-    ) -> Transform | None:
+    def _transform(self, group: list[str], matrices: Mapping[str, Floats]) -> Transform | None:
         rows = [matrix.reshape(-1, matrix.shape[-1]) for matrix in matrices.values()]
         scales = None
-        if importance is not None:
-            scales = channel_scales(importance, column_squares(rows), group[0])
+        if group[0] in self.importance:
+            scales = channel_scales(self.importance[group[0]], column_squares(rows), group[0])
         # a Haar factor depends on the seed alone, so that layers of one width derive one matrix
         seed = self.seed if self.rotation == "haar" else _seed(self.seed, group[0])
         return make_transform(
@@ -313,9 +354,6 @@ class _Job:
     def _weight(self, name: str) -> SourceTensor:
         return self.source.tensors[f"{name}.weight"]
 
-    def _read(self, name: str) -> Floats:
-        return self._weight(name).float32()
-
     def _bias(self, name: str) -> SourceTensor | None:
         bias = self.source.tensors.get(f"{name}.bias")
         if bias is None:
@@ -334,6 +372,25 @@ class _Job:
         for name in group:
             widths.setdefault(self._weight(name).shape[-1], []).append(name)
         return list(widths.values())
+
+
+@contextlib.contextmanager
+def _opened(source: str | os.PathLike[str] | Source) -> Iterator[Source]:
+    """A source of the caller's stays open."""
+    if isinstance(source, Source):
+        yield source
+    else:
+        with open_source(source) as opened:
+            yield opened
+
+
+def _repeats(file: File) -> bool:
+    """Whether two transforms came out equal, which only their digests can tell."""
+    return len(set(file.header.transforms)) < len(file.header.transforms)
+
+
+def _silent(done: int, total: int, name: str) -> None:
+    pass
 
 
 def _per_channel(h: Floats) -> NDArray[np.float64]:

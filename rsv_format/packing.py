@@ -83,10 +83,10 @@ def unpack(words: NDArray[np.uint32], bits: int, in_features: int) -> NDArray[np
 
 def unpack_padded(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint8]:
     """All codes of the rows, those of the padding too."""
-    rows = words.shape[0]
+    shape = words.shape[0], words.shape[1] // bits * 32
     octets = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
-        return octets.reshape(rows, -1)
+        return octets.reshape(shape)
     groups = np.zeros((octets.size // bits, 8), np.uint8)
     groups[:, :bits] = octets.reshape(-1, bits)
     fields = groups.view("<u8").reshape(-1)
@@ -98,7 +98,7 @@ def unpack_padded(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint8]:
         odd <<= np.uint64(width)
         fields = fields & low
         fields |= odd
-    return fields.view(np.uint8).reshape(rows, -1)
+    return fields.view(np.uint8).reshape(shape)
 
 
 def _check_bits(bits: int) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import IO, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -209,6 +209,8 @@ def _undigested(header: Header) -> Header:
 class Writer:
     """Streams one file into place; leaves the old file, or none, if it is not brought to its end.
 
+    A context manager: its exit commits, or discards after an exception.
+
     Parameters
     ----------
     path : path
@@ -245,17 +247,9 @@ class Writer:
         self._digests: dict[tuple[str, str], str] = {}
         self._layers = layers
         self._tensors = {tensor.name: tensor for tensor in header.tensors}
-        try:
-            if os.path.isdir(self._path):
-                raise IsADirectoryError(21, "it is a directory")
-            folder, name = os.path.split(self._path)
-            descriptor, self._temporary = tempfile.mkstemp(prefix=f".{name[:100]}.", suffix=".tmp", dir=folder)
-            self._file = os.fdopen(descriptor, "wb", buffering=0)
-        except OSError as e:
-            raise RsvError("io_error", str(path), e.strerror or str(e)) from e
-        with self._rolled_back(), contextlib.suppress(AttributeError):
-            os.fchmod(descriptor, _mode(self._path))
-            self._file.truncate(self._file_nbytes)
+        folder, name = os.path.split(self._path)
+        self._temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(6)}.tmp")
+        self._file: IO[bytes] | None = None
 
     def codebook(self, index: int, centroids: NDArray[np.float32]) -> None:
         """Write the centroids of the codebook at this position of the header that was given."""
@@ -314,7 +308,7 @@ class Writer:
         if missing:
             raise RsvError("content_invalid", min(missing), f"{len(missing)} blobs were never written")
         text = build_header(self._with_digests())
-        assert len(text) == self._header_nbytes
+        assert len(text) == self._header_nbytes and self._file is not None
         prologue = Prologue(len(text), self._file_nbytes, hashlib.sha256(text).digest())
         self._write(0, prologue.build())
         self._write(PROLOGUE_NBYTES, text)
@@ -328,11 +322,22 @@ class Writer:
 
     def discard(self) -> None:
         """Give up: remove what was written so far, the path's old file stays."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         with contextlib.suppress(OSError):
             os.unlink(self._temporary)
 
     def __enter__(self) -> Writer:
+        with self._rolled_back():
+            try:
+                if os.path.exists(self._path) and not os.path.isfile(self._path):
+                    raise RsvError("io_error", self._path, "it is not a regular file")
+                self._file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115, closed by commit or discard
+                with contextlib.suppress(OSError):  # not every file system knows permissions
+                    os.chmod(self._temporary, _mode(self._path))
+                self._file.truncate(self._file_nbytes)
+            except OSError as e:
+                raise RsvError("io_error", self._path, e.strerror or str(e)) from e
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
@@ -413,6 +418,8 @@ class Writer:
 
     def _write(self, offset: int, data: bytes | memoryview) -> None:
         rest = memoryview(data)
+        if self._file is None:
+            raise RsvError("closed", self._path, "a Writer is a context manager: enter it first")
         try:
             self._file.seek(offset)
             while rest.nbytes:

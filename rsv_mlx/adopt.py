@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import mmap
+import threading
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -47,11 +48,12 @@ class LoadReport:
     adopted_nbytes, copied_nbytes, deferred_nbytes : int
         Bytes that MLX uses where they lie, has a copy of, or will read when they are first used.
     dense_nbytes : int
-        Weights that were made dense, as asked or because their module has no packed form.
+        Weights that were made dense: as asked, because their module has no packed form, or because mlx-lm
+        merges or converts them (`sanitize`).
     obstacle : str or None
         Why nothing was adopted.
-    dtype : str
-        Of kept tensors: "kept", or what they were cast to.
+    cast_nbytes : int
+        Kept tensors that were cast to another dtype, bytes after.
     seconds : dict
         By step: "open", "model" (its classes and skeleton), "tensors", "layers", "tokenizer".
     """
@@ -64,7 +66,7 @@ class LoadReport:
     deferred_nbytes: int = 0
     dense_nbytes: int = 0
     obstacle: str | None = None
-    dtype: str = "kept"
+    cast_nbytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -109,8 +111,8 @@ def adoption_obstacle(file: rsv_format.File | None = None) -> str | None:
     if file is not None:
         if not isinstance(file.buffer.obj, mmap.mmap):
             return "the file is not mapped"
-        if np.frombuffer(file.buffer, np.uint8).ctypes.data % _PAGE:
-            return f"the map is not aligned to {_PAGE} bytes"
+        if np.frombuffer(file.buffer, np.uint8).ctypes.data % mmap.PAGESIZE:
+            return "the map does not start on a page"
     return _probe()
 
 
@@ -196,7 +198,8 @@ class _Defer:
     def __init__(self, file: rsv_format.File, report: LoadReport) -> None:
         self.report = report
         self._copy = _Copy(file, report)
-        parts = [part for item in (*file.layers.values(), *file.tensors.values()) for part in parts_of(item)]
+        items: list[rsv_format.Layer | rsv_format.Tensor] = [*file.layers.values(), *file.tensors.values()]
+        parts = [part for item in items for part in parts_of(item)]
         entries = {
             str(offset): {
                 "dtype": _SAFETENSORS_DTYPES[dtype],
@@ -207,7 +210,7 @@ class _Defer:
             if dtype != "f64" and 0 not in shape
         }
         header = json.dumps(entries).encode()
-        stream = _Stream(len(header).to_bytes(8, "little") + header, file.buffer)
+        stream = _Stream(len(header).to_bytes(8, "little") + header, memoryview(file.buffer))
         self._arrays: dict[str, mx.array] = mx.load(stream, format="safetensors") if entries else {}  # type: ignore
 
     def load(self, parts: list[Part]) -> Loaded:
@@ -219,12 +222,20 @@ class _Defer:
 
 
 class _Stream(io.RawIOBase):
-    """A header, then the bytes of the map."""
+    """A header, then the bytes of the map. MLX's threads seek and read; each has a position of its own."""
 
     name = "rsv"
 
     def __init__(self, header: bytes, data: memoryview) -> None:
-        self._header, self._data, self._position = header, data, 0
+        self._header, self._data, self._at = header, data, threading.local()
+
+    @property
+    def _position(self) -> int:
+        return getattr(self._at, "position", 0)
+
+    @_position.setter
+    def _position(self, position: int) -> None:
+        self._at.position = position
 
     def readable(self) -> bool:
         return True
@@ -267,5 +278,3 @@ def parts_of(item: rsv_format.Layer | rsv_format.Tensor) -> list[Part]:
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     size = 8 if dtype == "f64" else _MLX_DTYPES[dtype].size
     return size * int(np.prod(shape, dtype=object))
-
-

@@ -1,13 +1,15 @@
-"""Layers and tensors of a file to the modules and parameters of a model (SPEC section 13)."""
+"""Layers and tensors of a file to the modules and parameters of a model (SPEC section 9, binding)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedLinear as AffineLinear
 from mlx.utils import tree_flatten, tree_unflatten
 
 from rsv_format import Layer, RsvError
@@ -36,7 +38,7 @@ class Plan:
 
 
 def make_plan(
-    model: nn.Module,
+    model: Module,
     layers: Mapping[str, Layer],
     tensors: Mapping[str, mx.array],
     dequantized: Callable[[str], dict[str, mx.array]],
@@ -62,51 +64,42 @@ def make_plan(
         missing_layer, unexpected_layer, shape_mismatch.
     """
     placed, parameters = _sanitized(model, layers, tensors, dequantized)
-    modules = dict(model.named_modules())
-    packed, dense, unexpected, misshapen = {}, {}, [], []
+    modules = dict(model.named_modules())  # type: ignore[no-untyped-call]
+    wanted: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore
+    packed: dict[str, str] = {}
+    dense: dict[str, str] = {}
+    missing: list[str] = []
+    unexpected: list[str] = []
+    misshapen: list[str] = []
     for path, name in placed.items():
         layer, module = layers[name], modules.get(path)
         if module is None or "weight" not in module:
             unexpected.append(path)
             continue
-        wanted, found = _weight_shape(module), _layer_shape(layer)
-        if wanted != found:
-            misshapen.append(f"{path} is {found}, the model wants {wanted}")
-        elif layer.stack == 1 and isinstance(module, nn.Linear | nn.QuantizedLinear | QuantizedLinear):
+        if _layer_shape(layer) != _weight_shape(module):
+            misshapen.append(f"{path} {_layer_shape(layer)}, not {_weight_shape(module)}")
+        elif layer.stack == 1 and isinstance(module, Linear | AffineLinear | QuantizedLinear):
             packed[path] = name
         else:
             dense[path] = name
-        if layer.bias_dtype is not None and "bias" not in module:
-            unexpected.append(f"{path}.bias")
-    wanted_parameters: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore[assignment]
-    replaced = tuple(f"{path}." for path in packed)
-    missing = [f"{path}.bias" for path in placed if _lacks_bias(modules.get(path), layers[placed[path]])]
-    provided = parameters.keys() | {f"{path}.weight" for path in dense} | {f"{path}.bias" for path in dense}
-    if strict:
-        heads = {path.rpartition(".")[0] + "." for path in wanted_parameters}
-        gone = heads & set(replaced)
-        missing += [
-            path
-            for path in wanted_parameters
-            if path not in provided and path.rpartition(".")[0] + "." not in gone
-        ]
-    unexpected += [path for path in parameters if path not in wanted_parameters]
-    misshapen += [
-        f"{path} is {tuple(array.shape)}, the model wants {tuple(wanted_parameters[path].shape)}"
-        for path, array in parameters.items()
-        if path in wanted_parameters and array.shape != wanted_parameters[path].shape
-    ]
+        if ("bias" in module) != (layer.bias_dtype is not None):
+            (missing if "bias" in module else unexpected).append(f"{path}.bias")
+    for path, array in parameters.items():
+        if path not in wanted:
+            unexpected.append(path)
+        elif array.shape != wanted[path].shape:
+            misshapen.append(f"{path} {array.shape}, not {wanted[path].shape}")
+    missing += [path for path in wanted if path not in parameters and path.rpartition(".")[0] not in placed]
     if strict and missing:
-        _refuse("missing_layer", missing, "the model has it, the file does not")
+        _refuse("missing_layer", missing, "the model has what the file has not")
     if strict and unexpected:
-        _refuse("unexpected_layer", unexpected, "the file has it, the model does not")
+        _refuse("unexpected_layer", unexpected, "the file has what the model has not")
     if misshapen:
-        _refuse("shape_mismatch", misshapen, "shapes differ")
-    known = {path: array for path, array in parameters.items() if path in wanted_parameters}
-    return Plan(packed, dense, known)
+        _refuse("shape_mismatch", misshapen, "the file's and the model's shapes differ")
+    return Plan(packed, dense, {path: array for path, array in parameters.items() if path in wanted})
 
 
-def install(model: nn.Module, layers: Mapping[str, nn.Module], parameters: Mapping[str, mx.array]) -> None:
+def install(model: Module, layers: Mapping[str, Module], parameters: Mapping[str, mx.array]) -> None:
     """Put modules and parameters in their places."""
     if layers:
         model.update_modules(tree_unflatten(list(layers.items())))
@@ -114,7 +107,7 @@ def install(model: nn.Module, layers: Mapping[str, nn.Module], parameters: Mappi
         model.update(tree_unflatten(list(parameters.items())))
 
 
-def share_inputs(layers: Mapping[str, nn.Module]) -> None:
+def share_inputs(layers: Mapping[str, Module]) -> None:
     """Let siblings with the same transform, such as q, k and v, transform their input once."""
     groups: dict[tuple[str, int], list[QuantizedLinear]] = {}
     for path, layer in layers.items():
@@ -128,7 +121,7 @@ def share_inputs(layers: Mapping[str, nn.Module]) -> None:
 
 
 def _sanitized(
-    model: nn.Module,
+    model: Module,
     layers: Mapping[str, Layer],
     tensors: Mapping[str, mx.array],
     dequantized: Callable[[str], dict[str, mx.array]],
@@ -170,7 +163,7 @@ def _layer_shape(layer: Layer) -> tuple[int, ...]:
     return shape if layer.stack == 1 else (layer.stack, *shape)
 
 
-def _weight_shape(module: nn.Module) -> tuple[int, ...]:
+def _weight_shape(module: Module) -> tuple[int, ...]:
     """The shape of the weight that a module stands for."""
     shape = tuple(module["weight"].shape)
     if isinstance(module, QuantizedLinear):
@@ -180,11 +173,6 @@ def _weight_shape(module: nn.Module) -> tuple[int, ...]:
     return shape
 
 
-def _lacks_bias(module: nn.Module | None, layer: Layer) -> bool:
-    return module is not None and "bias" in module and layer.bias_dtype is None
-
-
-def _refuse(code: str, names: Iterable[str], why: str) -> NoReturn:
-    names = list(names)
+def _refuse(code: str, names: list[str], why: str) -> NoReturn:
     listed = ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
     raise RsvError(code, names[0].split(" ")[0], f"{why}: {listed}")

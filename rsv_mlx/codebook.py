@@ -1,11 +1,16 @@
 """Centroids, and products of activations with packed indices (SPEC sections 5, 6 and 8).
 
-Evenly spaced centroids run on mx.quantized_matmul. For others a table holds the centroids of every pattern
-of a few indices, so that one look-up unpacks and dequantizes them together; the cost is per look-up.
+Evenly spaced centroids run on mx.quantized_matmul. For others there are two ways, both by look-up:
+
+- many rows of activations: a table of the centroids of every pattern of a few indices unpacks and dequantizes
+  them at once; a slice of the weight becomes dense, is multiplied and forgotten.
+- few rows: a table of the sums of x_j * centroid over every pattern, for each group of columns, is made of the
+  activations; then a product is one look-up and one addition per pattern, and no weight is made at all.
 """
 
 from __future__ import annotations
 
+import math
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -14,9 +19,11 @@ from numpy.typing import NDArray
 
 _NATIVE_BITS = (2, 3, 4, 5, 6, 8)  # of mx.quantized_matmul
 _GROUPS = (128, 64, 32)  # its group sizes; 32 divides every padded row
-# bits of an index -> indices looked up together: a few bytes at a time, in tables of at most 2 MiB
-_TOGETHER = {1: 8, 2: 8, 3: 4, 4: 4, 5: 2, 6: 2, 7: 2, 8: 2}
-_CPU_CHUNK = 2**20  # bytes of float32 weights that live at a time: a CPU's second-level cache
+# bits of an index -> indices looked up together, as the widths of the tables' rows allow
+_WEIGHTS_TOGETHER = {1: 8, 2: 8, 3: 4, 4: 4, 5: 2, 6: 2, 7: 2, 8: 2}  # tables of at most 2 MiB, read at random
+_SUMS_TOGETHER = {1: 8, 2: 4, 3: 2, 4: 2, 5: 2, 6: 1, 7: 1, 8: 1}  # made anew for each activation
+_FEW_ROWS = 16  # above, MLX's matrix product makes up for dense weights
+_CPU_CHUNK = 2**19  # bytes of float32 that live at a time: a CPU's second-level cache, and memory touched before
 _GPU_CHUNK = 2**26  # on a GPU, enough to fill it
 
 
@@ -28,7 +35,8 @@ class Codebook:
         self.bits = self.centroids.size.bit_length() - 1
         self.step = _step(self.centroids)
         self.native = self.step is not None and self.bits in _NATIVE_BITS
-        self._table: mx.array | None = None
+        self._weights: mx.array | None = None
+        self._centroids = mx.array(self.centroids)
         self._constants: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
 
     @staticmethod
@@ -43,12 +51,8 @@ class Codebook:
     @property
     def arrays(self) -> list[mx.array]:
         """What is held in memory so far."""
-        table = [] if self._table is None else [self._table]
-        return table + [array for pair in self._constants.values() for array in pair]
-
-    def prepare(self, rows: int, words: int) -> None:
-        """Make what products with indices (rows, words) need, so that the first one is as fast as the next."""
-        mx.eval(self._scales_and_biases(rows, words) if self.native else self.table)
+        tables = [self._centroids] if self._weights is None else [self._centroids, self._weights]
+        return tables + [array for pair in self._constants.values() for array in pair]
 
     def matmul(self, x: mx.array, indices: mx.array) -> mx.array:
         """x @ centroids[indices].T without the dense matrix.
@@ -71,30 +75,45 @@ class Codebook:
             return mx.quantized_matmul(
                 x, indices, scales, biases, transpose=True, group_size=padded // scales.shape[1], bits=self.bits
             )
-        chunk = max(1, (_GPU_CHUNK if mx.default_device() == mx.gpu else _CPU_CHUNK) // (4 * padded))
-        parts = [x @ self.dequantize(indices[i : i + chunk]).T for i in range(0, rows, chunk)]
-        return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+        if x.size // padded <= _FEW_ROWS:
+            return self._by_sums(x, indices)
+        chunk = _chunk(padded)
+        return _joined([x @ self.dequantize(indices[i : i + chunk]).T for i in range(0, rows, chunk)])
 
     def dequantize(self, indices: mx.array) -> mx.array:
         """centroids[indices], float32 (rows, padded in_features)."""
-        rows = indices.shape[0]
-        looked_up = self.table[_fields(indices, self.bits * _TOGETHER[self.bits])]
-        if looked_up.dtype == mx.complex64:
-            looked_up = looked_up.view(mx.float32)
-        return looked_up.reshape(rows, -1)
-
-    @property
-    def table(self) -> mx.array:
-        """The centroids of every pattern of so many indices: float32 (patterns, indices), or complex64
-        (patterns,) for two: one element is gathered faster than a row of two."""
-        if self._table is None:
-            together = _TOGETHER[self.bits]
-            patterns = np.arange(2 ** (self.bits * together), dtype=np.uint32)
+        together = _WEIGHTS_TOGETHER[self.bits]
+        if self._weights is None:
+            patterns = np.arange(2 ** (self.bits * together), dtype=np.uint32)[:, None]
             shifts = np.arange(together, dtype=np.uint32) * np.uint32(self.bits)
-            codes = (patterns[:, None] >> shifts) & np.uint32(2**self.bits - 1)
-            values = self.centroids[codes]
-            self._table = mx.array(values.view(np.complex64).reshape(-1) if together == 2 else values)
-        return self._table
+            values = self.centroids[(patterns >> shifts) & np.uint32(2**self.bits - 1)]
+            # complex64 for two: one element is gathered faster than a row of two
+            self._weights = mx.array(values.view(np.complex64).reshape(-1) if together == 2 else values)
+        fields = _fields(indices, self.bits * together)
+        looked_up = self._weights[fields[0] if len(fields) == 1 else mx.stack(fields, axis=-1)]
+        if together == 2:
+            looked_up = looked_up.view(mx.float32)
+        return looked_up.reshape(indices.shape[0], -1)
+
+    def _by_sums(self, x: mx.array, indices: mx.array) -> mx.array:
+        """As `matmul`, each group of columns having a table of what it adds to a product."""
+        together = _SUMS_TOGETHER[self.bits]
+        count = _fields_of_a_group(self.bits * together)
+        columns = x.reshape(-1, x.shape[-1] // (count * together), count, together)
+        tables = columns[..., :1] * self._centroids
+        for k in range(1, together):
+            added = columns[..., k : k + 1] * self._centroids
+            tables = (added[..., :, None] + tables[..., None, :]).reshape(*columns.shape[:-1], -1)
+        chunk = _chunk(x.shape[-1] // together)
+        products: list[list[mx.array]] = [[] for _ in range(columns.shape[0])]
+        for start in range(0, indices.shape[0], chunk):
+            fields = [field.T for field in _fields(indices[start : start + chunk], self.bits * together)]
+            for row, product in enumerate(products):
+                found = [
+                    mx.take_along_axis(tables[row, :, k], field, axis=1).sum(axis=0) for k, field in enumerate(fields)
+                ]
+                product.append(sum(found[1:], found[0]))
+        return mx.stack([_joined(product) for product in products]).reshape(*x.shape[:-1], -1)
 
     def _scales_and_biases(self, rows: int, words: int) -> tuple[mx.array, mx.array]:
         """The same number everywhere: row scales are applied to the product, so layers of a shape share them."""
@@ -103,8 +122,8 @@ class Codebook:
         if (rows, groups) not in self._constants:
             assert self.step is not None
             self._constants[rows, groups] = (
-                mx.full((rows, groups), self.step, mx.float32),
-                mx.full((rows, groups), float(self.centroids[0]), mx.float32),
+                mx.array(np.full((rows, groups), self.step, np.float32)),
+                mx.array(np.full((rows, groups), self.centroids[0])),
             )
         return self._constants[rows, groups]
 
@@ -120,21 +139,34 @@ def _step(centroids: NDArray[np.float32]) -> float | None:
     return step if even else None
 
 
-def _fields(indices: mx.array, width: int) -> mx.array:
-    """The bits of each row as unsigned integers of `width` bits, LSB first: (rows, fields)."""
-    if width == 8:
-        return indices.view(mx.uint8)
-    if width == 16:
-        return indices.view(mx.uint16)
-    # the least number of bytes that holds whole fields
-    count = next(k for k in (1, 2, 4) if k * width % 8 == 0)
+def _chunk(width: int) -> int:
+    """How many rows of so many float32 live at a time."""
+    return max(1, (_GPU_CHUNK if mx.default_device() == mx.gpu else _CPU_CHUNK) // (4 * width))
+
+
+def _joined(parts: list[mx.array]) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
+def _fields_of_a_group(width: int) -> int:
+    """How many fields of so many bits are whole bytes."""
+    return 8 // math.gcd(width, 8)
+
+
+def _fields(indices: mx.array, width: int) -> list[mx.array]:
+    """The bits of each row as unsigned integers of `width` bits, LSB first: the first ones of groups of whole
+    bytes, (rows, groups), then the second ones, and so on."""
+    if width in (8, 16):
+        return [indices.view(mx.uint8 if width == 8 else mx.uint16)]
+    count = _fields_of_a_group(width)
     groups = indices.view(mx.uint8).reshape(indices.shape[0], -1, count * width // 8)
     fields = []
     for start in range(0, count * width, width):
         first, shift = divmod(start, 8)
-        last = (start + width - 1) // 8
-        field = groups[..., first].astype(mx.uint32) >> shift
+        end, last = shift + width, (start + width - 1) // 8
+        dtype = mx.uint8 if end <= 8 else mx.uint16 if end <= 16 else mx.uint32
+        field = groups[..., first].astype(dtype) >> shift
         for byte in range(first + 1, last + 1):
-            field = field | (groups[..., byte].astype(mx.uint32) << (8 * (byte - first) - shift))
-        fields.append(field & (2**width - 1))
-    return mx.stack(fields, axis=-1).reshape(indices.shape[0], -1)
+            field = field | (groups[..., byte].astype(dtype) << (8 * (byte - first) - shift))
+        fields.append(field if end % 8 == 0 else field & (2**width - 1))
+    return fields

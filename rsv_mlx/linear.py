@@ -6,8 +6,9 @@ import weakref
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
 
 import rsv_format
 from rsv_format import LayerData, RsvError
@@ -17,7 +18,7 @@ from rsv_mlx.transform import Transform
 BIAS_DTYPES = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 
 
-class QuantizedLinear(nn.Module):
+class QuantizedLinear(Module):
     """A linear layer whose weight stays packed; its input is transformed instead of its weight.
 
     Products and sums are taken in float32: no input overflows on the way, and MLX's CPU kernels are fastest
@@ -49,7 +50,7 @@ class QuantizedLinear(nn.Module):
         *,
         input_dims: int,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.weight = weight
         self.scales = scales
         if bias is not None:
@@ -66,10 +67,10 @@ class QuantizedLinear(nn.Module):
         """Width of the output."""
         return int(self.weight.shape[0])
 
-    def unfreeze(self, *args: Any, **kwargs: Any) -> None:
+    def unfreeze(self, **kwargs: Any) -> Module:
         """As nn.Module's, but the layer's own parameters stay frozen."""
-        super().unfreeze(*args, **kwargs)
-        self.freeze(recurse=False)
+        super().unfreeze(**kwargs)
+        return self.freeze(recurse=False)
 
     def __call__(self, x: mx.array) -> mx.array:
         """As nn.Linear: (..., input_dims) to (..., output_dims), in the dtype of x."""
@@ -88,9 +89,9 @@ class QuantizedLinear(nn.Module):
         w = self.codebook.dequantize(self.weight)[:, : self.input_dims] * self.scales[:, None]
         return (w if self.transform is None else self.transform.inverse(w)).astype(dtype)
 
-    def to_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Linear:
+    def to_linear(self, dtype: mx.Dtype = mx.float32) -> Linear:
         """A dense layer with the weights that this one stands for; 32 / bits times the memory in float32."""
-        linear = nn.Linear(1, 1, bias="bias" in self)
+        linear = Linear(1, 1, bias="bias" in self)
         linear.weight = self.dequantize(dtype)
         if "bias" in self:
             linear.bias = self.bias.astype(dtype)
@@ -99,7 +100,7 @@ class QuantizedLinear(nn.Module):
     @classmethod
     def from_linear(
         cls,
-        linear: nn.Module,
+        linear: Module,
         *,
         bits: int = 4,
         codebook: str = "lloyd-max",
@@ -213,9 +214,9 @@ class SharedInput:
             self._last = None
 
 
-def dense_weight(module: nn.Module) -> mx.array:
+def dense_weight(module: Module) -> mx.array:
     """The weight of a linear or embedding layer of MLX, float32, dequantized where it is quantized."""
-    weight = module["weight"]
+    weight: mx.array = module["weight"]
     if "scales" in module:
         weight = mx.dequantize(
             weight, module["scales"], module.get("biases"), module.group_size, module.bits, mode=module.mode

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
 
 import rsv_format
 from rsv_format import RsvError
@@ -24,13 +24,13 @@ from rsv_mlx.transform import Transform
 MATERIALIZE = ("packed", "dense")
 _CONFIGS = ("config.json", "generation_config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")  # one is enough
-_CONFIG_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+_DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
 def load(
     path: str | os.PathLike[str],
     *,
-    model: nn.Module | None = None,
+    model: Module | None = None,
     strict: bool = True,
     zero_copy: str = "auto",
     lazy: bool = False,
@@ -44,7 +44,7 @@ def load(
     Parameters
     ----------
     path : path
-    model : nn.Module, optional
+    model : Module, optional
         A skeleton, changed in place: linear modules named in the file are replaced, other parameters set.
     strict : bool
         False leaves parameters that are not in the file alone, and ignores what the model does not know.
@@ -57,8 +57,8 @@ def load(
         "packed" keeps the indices and transforms the activations. "dense" builds nn.Linear layers: the memory
         of an unquantized model, for its speed.
     dtype : mx.Dtype or "keep", optional
-        Of kept floating tensors, hence of activations, and of dense layers. Not given: float32 on a CPU,
-        where MLX is slow at anything narrower; on a GPU what the config says, if it does.
+        Of kept floating tensors, hence of activations, and of dense layers; "keep" is the file's. Not given:
+        what the config says on a GPU; on a CPU the file's, but float32 for float16, at which MLX is slow there.
     return_report : bool
         Return a `LoadReport` as the last item.
     tokenizer_config : mapping, optional
@@ -115,7 +115,7 @@ def load_model(
 
 def _fill(
     file: rsv_format.File,
-    model: nn.Module,
+    model: Module,
     strict: bool,
     zero_copy: str,
     lazy: bool,
@@ -127,37 +127,38 @@ def _fill(
     """Bind everything in the file to the model."""
     if materialize not in MATERIALIZE:
         raise RsvError("bad_argument", "materialize", f"{materialize!r} is not one of {', '.join(MATERIALIZE)}")
-    target = _target_dtype(dtype, config)
-    report.dtype = "kept" if target is None else str(target).removeprefix("mlx.core.")
+    casts = _casts(dtype, config)
     loader = make_loader(file, zero_copy, lazy, report)
     content = _Content(file, loader)
     with _timed(report, "tensors"):
         tensors = {name: content.tensor(tensor) for name, tensor in file.tensors.items()}
         plan = make_plan(model, file.layers, tensors, content.dequantized, strict)
-        parameters = {path: _cast(array, target) for path, array in plan.parameters.items()}
+        stored = {id(array) for array in tensors.values()}
+        report.dense_nbytes += sum(a.nbytes for a in plan.parameters.values() if id(a) not in stored)
+        parameters = {path: _cast(array, casts, report) for path, array in plan.parameters.items()}
         if not lazy:
             mx.eval(parameters)
     with _timed(report, "layers"):
-        modules: dict[str, nn.Module] = {}
+        modules: dict[str, Module] = {}
         for path, name in plan.packed.items():
             layer = content.layer(file.layers[name])
             if materialize == "dense":
-                linear = layer.to_linear(target or mx.float32)
-                mx.eval(linear.parameters())
+                linear = layer.to_linear(casts.get(mx.float32, mx.float32))
+                mx.eval(linear.weight)
                 report.dense_nbytes += linear.weight.nbytes
                 modules[path] = linear
             else:
                 modules[path] = layer
         for path, name in plan.dense.items():
             for part, array in content.dequantized(name).items():
-                parameters[f"{path}.{part}"] = _cast(array, target)
+                parameters[f"{path}.{part}"] = _cast(array, casts, report)
                 mx.eval(parameters[f"{path}.{part}"])
             report.dense_nbytes += parameters[f"{path}.weight"].nbytes
         install(model, modules, parameters)
         share_inputs(modules)
         model.eval()
         if not lazy:
-            mx.eval([module.parameters() for module in modules.values()], content.shared_arrays())
+            mx.eval([dict(module) for module in modules.values()], content.shared_arrays())
     if content.bases:
         object.__setattr__(model, "rsv_bases", content.bases)  # not parameters; they live as long as the model
     report.layers, report.tensors = len(plan.packed) + len(plan.dense), len(plan.parameters)
@@ -203,7 +204,7 @@ class _Content:
 
     def shared_arrays(self) -> list[mx.array]:
         """Codebooks' tables and transforms, which are no layer's parameters."""
-        owners = (*self._transforms.values(), *self._codebooks.values())
+        owners: list[Transform | Codebook] = [*self._transforms.values(), *self._codebooks.values()]
         return [array for owner in owners for array in owner.arrays]
 
     def _codebook(self, layer: rsv_format.Layer) -> Codebook:
@@ -242,7 +243,7 @@ def _folder(file: rsv_format.File, names: tuple[str, ...] | None = None) -> Iter
         yield Path(folder)
 
 
-def _skeleton(folder: Path, report: LoadReport) -> tuple[nn.Module, dict[str, Any]]:
+def _skeleton(folder: Path, report: LoadReport) -> tuple[Module, dict[str, Any]]:
     """The model of mlx-lm that the config describes; its random weights are never evaluated."""
     with _timed(report, "mlx_lm"):
         try:
@@ -260,32 +261,35 @@ def _skeleton(folder: Path, report: LoadReport) -> tuple[nn.Module, dict[str, An
             raise RsvError("unsupported_model", "config.json", f"{type(e).__name__}: {e}") from e
 
 
-def _tokenizer(
-    folder: Path, config: Mapping[str, Any], extra: Mapping[str, Any] | None, report: LoadReport
-) -> Any:
+def _tokenizer(folder: Path, config: Mapping[str, Any], extra: Mapping[str, Any] | None, report: LoadReport) -> Any:
     from mlx_lm.utils import load_tokenizer
 
     with _timed(report, "tokenizer"):
-        return load_tokenizer(folder, dict(extra or {}), eos_token_ids=config.get("eos_token_id"))
+        extra = dict(extra or {})
+        return load_tokenizer(folder, extra, eos_token_ids=config.get("eos_token_id"))  # type: ignore[no-untyped-call]
 
 
-def _target_dtype(dtype: mx.Dtype | str | None, config: Mapping[str, Any] | None) -> mx.Dtype | None:
-    """What kept tensors are cast to, None to leave them."""
+def _casts(dtype: mx.Dtype | str | None, config: Mapping[str, Any] | None) -> dict[mx.Dtype, mx.Dtype]:
+    """Floating dtype of a kept tensor -> what it becomes."""
     if dtype == "keep":
-        return None
-    if isinstance(dtype, mx.Dtype):
-        return dtype
-    if dtype is not None:
+        return {}
+    if dtype is None and mx.default_device() == mx.cpu:
+        return {mx.float16: mx.float32}
+    if dtype is None:
+        named = (config or {}).get("torch_dtype") or (config or {}).get("dtype")
+        dtype = _DTYPES.get(str(named))
+    if isinstance(dtype, str):
         raise RsvError("bad_argument", "dtype", f"{dtype!r} is neither an mx.Dtype nor 'keep'")
-    if mx.default_device() == mx.cpu:
-        return mx.float32
-    named = (config or {}).get("torch_dtype") or (config or {}).get("dtype")
-    return _CONFIG_DTYPES.get(str(named))
+    return {} if dtype is None else dict.fromkeys(_DTYPES.values(), dtype)
 
 
-def _cast(array: mx.array, dtype: mx.Dtype | None) -> mx.array:
-    floating = mx.issubdtype(array.dtype, mx.floating)
-    return array if dtype is None or not floating or array.dtype == dtype else array.astype(dtype)
+def _cast(array: mx.array, casts: Mapping[mx.Dtype, mx.Dtype], report: LoadReport) -> mx.array:
+    dtype = casts.get(array.dtype, array.dtype)
+    if dtype == array.dtype:
+        return array
+    array = array.astype(dtype)
+    report.cast_nbytes += array.nbytes
+    return array
 
 
 @contextlib.contextmanager

@@ -1,0 +1,13 @@
+"""Hypothesis profiles: "ci" is short and the same each time; RSV_FUZZ=1 searches longer, and at random."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+_SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+
+settings.register_profile("ci", max_examples=60, deadline=None, derandomize=True, suppress_health_check=_SLOW)
+settings.register_profile("fuzz", max_examples=5000, deadline=None, suppress_health_check=_SLOW)
+settings.load_profile("fuzz" if os.environ.get("RSV_FUZZ") else "ci")
