@@ -28,6 +28,11 @@ NOT_COVERED = {
     "RSV-782": "as RSV-780",
     "RSV-783": "as RSV-780",
     "RSV-784": "as RSV-780",
+    "RSV-551": "about programs that extract attachments to files",
+    "RSV-723": "about documentation",
+    "RSV-818": "about programs that copy and change files",
+    "RSV-820": "about replacing a file, which shows only in a crash",
+    "RSV-901": "about versions to come",
 }
 
 

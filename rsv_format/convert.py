@@ -35,7 +35,9 @@ from rsv_format.reader import File
 from rsv_format.reader import open as open_file
 from rsv_format.rotation import Floats, Transform
 from rsv_format.sources import Source, SourceTensor, open_source
+from rsv_format.sources.imatrix import load_imatrix
 from rsv_format.summary import Summary, summarize
+from rsv_format.synthetic import synthetic_importance
 from rsv_format.writer import (
     AttachmentData,
     LayerData,
@@ -85,10 +87,10 @@ def quantize(
         Written whole or not at all.
     bits, codebook, rotation, persist_rotation, seed, threads
         As `quantize_matrix`.
-    importance : "auto", "none", path or mapping
-        "auto" takes the gains of the norms that feed the layers, where the architecture is known. A path is
-        that of a llama.cpp imatrix file. A mapping goes from layer names to mean squared activations
-        (in_features,).
+    importance : "auto", "gains", "none", path or mapping
+        "auto" runs the model on random tokens where its architecture is known, and takes the gains of the
+        norms that feed the layers, or nothing, where it is not. A path is that of a llama.cpp imatrix file. A
+        mapping goes from layer names to mean squared activations (in_features,).
     include, exclude : patterns
         Shell-style, on layer names such as "model.layers.0.mlp.up_proj"; exclude wins. Layers left out
         are kept as tensors.
@@ -102,8 +104,11 @@ def quantize(
     """
     started = time.perf_counter()
     with _opened(source) as opened:
-        job = _Job(opened, bits, codebook, rotation, persist_rotation, seed, threads, include, exclude, importance)
-        job.write(out, progress or _silent)
+        told = progress or _silent
+        job = _Job(
+            opened, bits, codebook, rotation, persist_rotation, seed, threads, include, exclude, importance, told
+        )
+        job.write(out)
     with open_file(out) as file:
         if _repeats(file):
             save(file, out)
@@ -131,8 +136,11 @@ def quantize_layers(
     Layers with one input come one after the other and share one Transform object.
     """
     with _opened(source) as opened:
-        job = _Job(opened, bits, codebook, rotation, persist_rotation, seed, threads, include, exclude, importance)
-        yield from job.quantized(progress or _silent)
+        told = progress or _silent
+        job = _Job(
+            opened, bits, codebook, rotation, persist_rotation, seed, threads, include, exclude, importance, told
+        )
+        yield from job.quantized()
 
 
 def save(file: File, path: str | os.PathLike[str]) -> None:
@@ -172,11 +180,13 @@ class _Job:
     include: Sequence[str]
     exclude: Sequence[str]
     wanted_importance: Importance
+    progress: Progress
 
     def __post_init__(self) -> None:
         make_codebook(self.codebook, self.bits)
         make_transform(1, rotation=self.rotation, seed=self.seed)
-        names = [name.removesuffix(".weight") for name in self.source.tensors if self.source.is_linear(name)]
+        # sorted, so that the result does not depend on the order of the source
+        names = sorted(name.removesuffix(".weight") for name in self.source.tensors if self.source.is_linear(name))
         self.layers = [name for name in names if self._chosen(name)]
         if not self.layers:
             raise RsvError("bad_argument", self.source.path, f"none of {len(names)} linear layers is chosen")
@@ -184,14 +194,14 @@ class _Job:
         self.groups = [part for group in share_groups(self.layers) for part in self._same_width(group)]
         self.importance = self._shared_importance(self._importance(self.wanted_importance))
 
-    def write(self, out: str | os.PathLike[str], progress: Progress) -> None:
+    def write(self, out: str | os.PathLike[str]) -> None:
         """Stream everything into a file."""
         header = self._header()
         positions = {layer.name: layer.transform for layer in header.layers}
         with Writer(out, header) as writer:
             writer.codebook(0, make_codebook(self.codebook, self.bits))
             written: set[int] = set()
-            for layer in self.quantized(progress):
+            for layer in self.quantized():
                 position = positions[layer.name]
                 if layer.transform is not None and position is not None and position not in written:
                     writer.transform(position, layer.transform)
@@ -202,18 +212,18 @@ class _Job:
             for name, (_, data) in self.source.attachments.items():
                 writer.attachment(name, data)
 
-    def quantized(self, progress: Progress) -> Iterator[LayerData]:
+    def quantized(self) -> Iterator[LayerData]:
         """The layers, group by group; a group's dense weights are in memory together."""
         total, done = sum(prod(self._weight(name).shape) for name in self.layers), 0
         for group in self.groups:
-            progress(done, total, group[0])
+            self.progress(done, total, group[0])
             matrices = {name: self._weight(name).float32() for name in group}
             transform = self._transform(group, matrices)
             for name in group:
-                progress(done, total, name)
+                self.progress(done, total, name)
                 done += matrices[name].size
                 yield self._quantized(name, matrices.pop(name), transform)
-        progress(total, total, "")
+        self.progress(total, total, "")
 
     def _header(self) -> Header:
         transforms: list[TransformEntry] = []
@@ -268,16 +278,13 @@ class _Job:
 
     def _importance(self, importance: Importance) -> Mapping[str, Floats]:
         """Mean squared activations of the layers for which they are known."""
-        if isinstance(importance, Mapping):
-            found = dict(importance)
-        elif importance == "none":
+        if importance == "none":
             return {}
-        elif importance == "auto":
+        if importance == "auto":
+            return synthetic_importance(self.source, self.seed, self.progress) or self._norm_gains()
+        if importance == "gains":
             return self._norm_gains()
-        else:
-            from rsv_format.sources.imatrix import load_imatrix
-
-            found = load_imatrix(Path(importance))
+        found = importance if isinstance(importance, Mapping) else load_imatrix(Path(importance))
         chosen = {name: _per_channel(found[name]) for name in self.layers if name in found}
         if not chosen:
             raise RsvError("importance_mismatch", "importance", "it names none of the layers that are quantized")

@@ -291,6 +291,6 @@ def _to_tree(node: Any) -> Any:
 def _sorted(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _sorted(tree[key]) for key in sorted(tree, key=lambda key: key.encode("utf-16-be"))}
-    if isinstance(tree, list):
+    if isinstance(tree, list | tuple):
         return [_sorted(item) for item in tree]
     return tree

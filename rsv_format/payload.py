@@ -24,7 +24,9 @@ Faults = Iterator[RsvError]
 def codebook_faults(centroids: NDArray[np.float32], where: str) -> Faults:
     """nonfinite_value, codebook_order."""
     yield from _finite(centroids, where)
-    if not (np.diff(centroids.astype(np.float64)) > 0).all():
+    with np.errstate(invalid="ignore"):  # a signalling NaN
+        increasing = bool((centroids[1:] > centroids[:-1]).all())
+    if not increasing:
         yield RsvError("codebook_order", where, "the centroids do not increase strictly")
 
 
@@ -34,8 +36,10 @@ def diagonal_faults(transform: Transform, where: str) -> Faults:
         yield RsvError("padding_nonzero", where, "bits after the last sign must be zero")
     if transform.values is not None:
         yield from _finite(transform.values, where)
-        if not transform.values.all():
-            yield RsvError("zero_diagonal", where, f"element {int(np.argmin(transform.values != 0))} is 0")
+        with np.errstate(invalid="ignore"):  # a signalling NaN
+            zero = transform.values == 0
+        if zero.any():
+            yield RsvError("zero_diagonal", where, f"element {int(np.argmax(zero))} is 0")
 
 
 def factor_faults(transform: Transform, where: str) -> Faults:

@@ -86,6 +86,8 @@ def quantize_matrix(
     if in_features > MAX_IN_FEATURES or stack > MAX_STACK:
         raise RsvError("bad_argument", name, f"{weight.shape} is beyond the format's limits")
     rows = weight.reshape(-1, in_features)
+    if transform is not None and transform.dim != in_features:
+        raise RsvError("bad_argument", name, f"{in_features} columns for a transform of {transform.dim}")
     if transform is None:
         scales = None if importance is None else channel_scales(importance, column_squares([rows]), name)
         transform = make_transform(
@@ -175,7 +177,7 @@ def channel_scales(importance: Floats, squares: NDArray[np.float64], name: str) 
         raise RsvError("importance_mismatch", name, f"{h.shape} importances for {squares.shape[0]} input channels")
     if not np.isfinite(h).all() or (h < 0).any():
         raise RsvError("importance_mismatch", name, "importances must be finite and not negative")
-    used = (h > 0) & (squares > 0)
+    used = (h > 0) & (squares > 0) & np.isfinite(squares)  # weights that are not finite are refused later, by place
     if not used.any():
         return np.ones_like(h)
     log_ratio = np.log(np.where(used, h, 1.0)) - np.log(np.where(used, squares, 1.0))
@@ -217,10 +219,11 @@ def quantize_rows(
 
     def work(start: int) -> None:
         chunk = slice(start, min(start + step, rows))
-        x = weight[chunk].astype(np.float32, copy=multiplier is None)
-        if multiplier is not None:
-            x = x * multiplier
-        scales[chunk] = _normalise(x, name, start)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below, by its place
+            x = weight[chunk].astype(np.float32, order="C", copy=multiplier is None)
+            if multiplier is not None:
+                x = x * multiplier
+            scales[chunk] = _normalise(x, weight[chunk], name, start)
         if transform is not None:
             x = transform.rotate(x)
         indices[chunk] = pack_unchecked(nearest(x), bits)
@@ -242,8 +245,8 @@ def run_threads(work: Callable[[int], None], items: Sequence[int], threads: int 
             pass
 
 
-def _normalise(x: NDArray[np.float32], name: str, first_row: int) -> NDArray[np.float32]:
-    """Divide rows by their root mean square, in place; return it."""
+def _normalise(x: NDArray[np.float32], weight: Floats, name: str, first_row: int) -> NDArray[np.float32]:
+    """Divide rows by their root mean square, in place; return it. `weight` is what x was made from, for errors."""
     squares = np.einsum("ij,ij->i", x, x)
     scales = np.sqrt(squares / np.float32(x.shape[1]))
     odd = np.flatnonzero(~((squares > _TINY) & (squares < _HUGE)))
@@ -255,7 +258,9 @@ def _normalise(x: NDArray[np.float32], name: str, first_row: int) -> NDArray[np.
         scale = float(np.sqrt(np.mean(wide * wide)))
         if not np.isfinite(scale):
             column = int(np.argmax(~np.isfinite(x[row])))
-            raise RsvError("nonfinite_weight", name, f"row {first_row + row}, column {column} is {x[row, column]}")
+            value = weight[row, column]
+            beyond = ", beyond float32 when scaled" if np.isfinite(value) else ""
+            raise RsvError("nonfinite_weight", name, f"row {first_row + row}, column {column} is {value}{beyond}")
         scales[row] = scale
         if scale:
             x[row] = wide / scale

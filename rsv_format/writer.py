@@ -206,6 +206,17 @@ def _undigested(header: Header) -> Header:
     )
 
 
+def _checked(header: Header) -> Header:
+    """The header as a reader would take it, without digests."""
+    try:
+        text = build_header(_undigested(header))
+    except (AttributeError, TypeError, ValueError, RecursionError) as e:  # lone surrogates, objects that JSON lacks
+        raise RsvError("content_invalid", "header", str(e)[:200]) from None
+    header = parse_header(text)
+    check_references(header)
+    return header
+
+
 class Writer:
     """Streams one file into place; leaves the old file, or none, if it is not brought to its end.
 
@@ -227,15 +238,11 @@ class Writer:
 
     def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
         self._path = os.path.realpath(path)
-        given, header = header, arrange(header)
-        try:
-            text = build_header(_undigested(header))
-        except (TypeError, ValueError, RecursionError) as e:  # lone surrogates, objects that JSON lacks
-            raise RsvError("content_invalid", "header", str(e)[:200]) from None
+        given = _checked(header)
+        header = arrange(given)
+        text = build_header(header)
         if len(text) > MAX_HEADER_NBYTES:
             raise RsvError("header_too_large", "header", f"{len(text)} bytes, the limit is {MAX_HEADER_NBYTES}")
-        header = parse_header(text)
-        check_references(header)
         self._header_nbytes = len(text)
         self._header = header
         blobs, self._file_nbytes = walk(header, len(text))
@@ -253,13 +260,15 @@ class Writer:
 
     def codebook(self, index: int, centroids: NDArray[np.float32]) -> None:
         """Write the centroids of the codebook at this position of the header that was given."""
-        name = f"codebooks/{self._codebooks[index]}"
+        position = self._entry(self._codebooks, index)
+        name = f"codebooks/{position}"
+        _fits(name, "codebook", centroids, "f32", (2 ** self._header.codebooks[position].bits,))
         _refuse(codebook_faults(centroids, name))
         self._put(("codebook", name), [(0, _bytes(centroids, "f32"))])
 
     def transform(self, index: int, transform: Transform) -> None:
         """Write what is stored of a transform."""
-        name = f"transforms/{self._transforms[index]}"
+        name = f"transforms/{self._entry(self._transforms, index)}"
         self._check_transform(index, transform)
         if transform.signs is not None:
             self._put(("diagonal", name), [(0, _bytes(transform.signs, "u8"))])
@@ -275,9 +284,12 @@ class Writer:
         at = layer_layout(entry.in_features, entry.rows, bits, entry.bias)
         _fits(data.name, "indices", data.indices, "u32", (at.rows, at.row_words))
         _fits(data.name, "scales", data.scales, "f32", (at.rows,))
-        _refuse(indices_faults(data.indices, bits, entry.in_features, data.name))
+        indices = np.ascontiguousarray(data.indices, "<u4")
+        _refuse(indices_faults(indices, bits, entry.in_features, data.name))
         _refuse(floats_faults(data.scales, f"{data.name} scales"))
-        parts = [(0, _bytes(data.indices, "u32")), (at.scales_offset, _bytes(data.scales, "f32"))]
+        parts = [(0, _bytes(indices, "u32")), (at.scales_offset, _bytes(data.scales, "f32"))]
+        if entry.bias is None and data.bias is not None:
+            raise RsvError("content_invalid", data.name, "a bias that the header does not name (bias_dtype is missing)")
         if entry.bias is not None:
             if data.bias is None:
                 raise RsvError("content_invalid", data.name, "its bias is missing")
@@ -398,14 +410,14 @@ class Writer:
             attachments=tuple(replace(x, sha256=digest("attachment", x.name)) for x in header.attachments),
         )
 
-    def _entry(self, entries: Mapping[str, Any], name: str) -> Any:
+    def _entry(self, entries: Mapping[Any, Any], name: Any) -> Any:
         if name not in entries:
-            raise RsvError("content_invalid", name, "the header does not name it")
+            raise RsvError("content_invalid", str(name), "the header does not name it")
         return entries[name]
 
     def _put(self, key: tuple[str, str], parts: list[tuple[int, memoryview]]) -> None:
         """Write the parts of a blob, the gaps between them being zero, and note its digest."""
-        blob: Blob = self._entry(self._blobs, key)  # type: ignore[arg-type]
+        blob: Blob = self._entry(self._blobs, key)
         digest, end = hashlib.sha256(), 0
         for offset, data in parts:
             digest.update(bytes(offset - end))

@@ -1,4 +1,4 @@
-"""Bytes of an open file to MLX arrays: adopted where they lie, copied once, or read when first used.
+"""Bytes of an open file to MLX arrays: adopted where they lie, or copied once.
 
 Adopting takes MLX with Metal: the pages of the map around a blob become a buffer, and its parts are slices and
 views of that, never conversions. The map is read-only, so no operation may write its result over an input
@@ -7,10 +7,7 @@ that it thinks nobody needs any more (donation): whoever holds the parts holds t
 
 from __future__ import annotations
 
-import io
-import json
 import mmap
-import threading
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
@@ -29,10 +26,6 @@ _MLX_DTYPES = {
     "bool": mx.bool_, "u8": mx.uint8, "i8": mx.int8, "u16": mx.uint16, "i16": mx.int16, "u32": mx.uint32,
     "i32": mx.int32, "u64": mx.uint64, "i64": mx.int64, "f16": mx.float16, "bf16": mx.bfloat16, "f32": mx.float32,
 }  # fmt: skip
-_SAFETENSORS_DTYPES = {
-    "bool": "BOOL", "u8": "U8", "i8": "I8", "u16": "U16", "i16": "I16", "u32": "U32", "i32": "I32", "u64": "U64",
-    "i64": "I64", "f16": "F16", "bf16": "BF16", "f32": "F32",
-}  # fmt: skip
 
 
 @dataclass
@@ -46,7 +39,8 @@ class LoadReport:
     layers, tensors : int
         How many were bound.
     adopted_nbytes, copied_nbytes, deferred_nbytes : int
-        Bytes that MLX uses where they lie, has a copy of, or will read when they are first used.
+        Bytes that MLX uses where they lie, has a copy of, or will have one of when they are first used: then
+        they count as copied as well.
     dense_nbytes : int
         Weights that were made dense: as asked, because their module has no packed form, or because mlx-lm
         merges or converts them (`sanitize`).
@@ -84,11 +78,13 @@ class Loaded:
 class Loader(Protocol):
     """A way from the file to arrays."""
 
+    adopts: bool
+
     def load(self, parts: list[Part]) -> Loaded:
         """The parts of one blob, in ascending order."""
 
 
-def make_loader(file: rsv_format.File, zero_copy: str, lazy: bool, report: LoadReport) -> Loader:
+def make_loader(file: rsv_format.File, zero_copy: str, report: LoadReport) -> Loader:
     """The loader that was asked for.
 
     Raises
@@ -103,7 +99,7 @@ def make_loader(file: rsv_format.File, zero_copy: str, lazy: bool, report: LoadR
         return _Adopt(file, report)
     if zero_copy == "require":
         raise RsvError("bad_argument", "zero_copy", f"not possible here: {report.obstacle}")
-    return _Defer(file, report) if lazy else _Copy(file, report)
+    return _Copy(file, report)
 
 
 def adoption_obstacle(file: rsv_format.File | None = None) -> str | None:
@@ -133,6 +129,8 @@ def _probe() -> str | None:
 class _Copy:
     """One copy from the map into MLX's memory; the mapped pages are let go as soon as they are copied."""
 
+    adopts = False
+
     def __init__(self, file: rsv_format.File, report: LoadReport) -> None:
         self.file, self.report = file, report
 
@@ -157,6 +155,8 @@ class _Copy:
 
 class _Adopt:
     """Windows of whole pages around blobs, given to MLX as they are."""
+
+    adopts = True
 
     def __init__(self, file: rsv_format.File, report: LoadReport) -> None:
         self.file, self.report = file, report
@@ -190,75 +190,6 @@ def slice_part(base: mx.array, start: int, part: Part) -> mx.array:
     flat = base[first : first + -(-nbytes // 4)].view(_MLX_DTYPES[dtype])
     count = int(np.prod(shape, dtype=object))
     return (flat if flat.size == count else flat[:count]).reshape(shape)
-
-
-class _Defer:
-    """Arrays that are read from the map when they are evaluated: MLX is told that it is a safetensors file."""
-
-    def __init__(self, file: rsv_format.File, report: LoadReport) -> None:
-        self.report = report
-        self._copy = _Copy(file, report)
-        items: list[rsv_format.Layer | rsv_format.Tensor] = [*file.layers.values(), *file.tensors.values()]
-        parts = [part for item in items for part in parts_of(item)]
-        entries = {
-            str(offset): {
-                "dtype": _SAFETENSORS_DTYPES[dtype],
-                "shape": shape,
-                "data_offsets": [offset, offset + _nbytes(dtype, shape)],
-            }
-            for offset, dtype, shape in parts
-            if dtype != "f64" and 0 not in shape
-        }
-        header = json.dumps(entries).encode()
-        stream = _Stream(len(header).to_bytes(8, "little") + header, memoryview(file.buffer))
-        self._arrays: dict[str, mx.array] = mx.load(stream, format="safetensors") if entries else {}  # type: ignore
-
-    def load(self, parts: list[Part]) -> Loaded:
-        if any(str(offset) not in self._arrays for offset, _, _ in parts):
-            return self._copy.load(parts)
-        arrays = [self._arrays.pop(str(offset)) for offset, _, _ in parts]
-        self.report.deferred_nbytes += sum(array.nbytes for array in arrays)
-        return Loaded(arrays)
-
-
-class _Stream(io.RawIOBase):
-    """A header, then the bytes of the map. MLX's threads seek and read; each has a position of its own."""
-
-    name = "rsv"
-
-    def __init__(self, header: bytes, data: memoryview) -> None:
-        self._header, self._data, self._at = header, data, threading.local()
-
-    @property
-    def _position(self) -> int:
-        return getattr(self._at, "position", 0)
-
-    @_position.setter
-    def _position(self, position: int) -> None:
-        self._at.position = position
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        ends = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._header) + len(self._data)}
-        self._position = ends[whence] + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, into: Any) -> int:
-        target = memoryview(into).cast("B")
-        inside = self._position - len(self._header)
-        source = self._data[inside:] if inside >= 0 else memoryview(self._header)[self._position :]
-        count = min(len(target), len(source))
-        target[:count] = source[:count]
-        self._position += count
-        return count
 
 
 def parts_of(item: rsv_format.Layer | rsv_format.Tensor) -> list[Part]:

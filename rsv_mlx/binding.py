@@ -73,17 +73,19 @@ def make_plan(
     misshapen: list[str] = []
     for path, name in placed.items():
         layer, module = layers[name], modules.get(path)
-        if module is None or "weight" not in module:
+        shape = None if module is None else _weight_shape(module)
+        if module is None or shape is None:
             unexpected.append(path)
             continue
-        if _layer_shape(layer) != _weight_shape(module):
-            misshapen.append(f"{path} {_layer_shape(layer)}, not {_weight_shape(module)}")
+        if _layer_shape(layer) != shape:
+            misshapen.append(f"{path} {_layer_shape(layer)}, not {shape}")
         elif layer.stack == 1 and isinstance(module, Linear | AffineLinear | QuantizedLinear):
             packed[path] = name
         else:
             dense[path] = name
-        if ("bias" in module) != (layer.bias_dtype is not None):
-            (missing if "bias" in module else unexpected).append(f"{path}.bias")
+        has_bias = module.has_bias if isinstance(module, QuantizedLinear) else "bias" in module
+        if has_bias != (layer.bias_dtype is not None):
+            (missing if has_bias else unexpected).append(f"{path}.bias")
     for path, array in parameters.items():
         if path not in wanted:
             unexpected.append(path)
@@ -163,14 +165,14 @@ def _layer_shape(layer: Layer) -> tuple[int, ...]:
     return shape if layer.stack == 1 else (layer.stack, *shape)
 
 
-def _weight_shape(module: Module) -> tuple[int, ...]:
-    """The shape of the weight that a module stands for."""
-    shape = tuple(module["weight"].shape)
+def _weight_shape(module: Module) -> tuple[int, ...] | None:
+    """The shape of the weight that a module stands for, None if it has no weight."""
     if isinstance(module, QuantizedLinear):
-        return (*shape[:-1], module.input_dims)
-    if "scales" in module:
-        return (*shape[:-1], shape[-1] * 32 // int(module.bits))
-    return shape
+        return (module.output_dims, module.input_dims)
+    if "weight" not in module:
+        return None
+    shape = tuple(module["weight"].shape)
+    return (*shape[:-1], shape[-1] * 32 // int(module.bits)) if "scales" in module else shape
 
 
 def _refuse(code: str, names: list[str], why: str) -> NoReturn:

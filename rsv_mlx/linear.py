@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -51,21 +52,28 @@ class QuantizedLinear(Module):
         input_dims: int,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._describe(codebook, transform, input_dims, int(weight.shape[0]))
+        self._hold(weight, scales, bias)
+
+    def _describe(self, codebook: Codebook, transform: Transform | None, input_dims: int, output_dims: int) -> None:
+        self.codebook = codebook
+        self.transform = transform
+        self.input_dims = input_dims
+        self.output_dims = output_dims
+        self.bits = codebook.bits
+        self.shared_input: SharedInput | None = None
+
+    def _hold(self, weight: mx.array, scales: mx.array, bias: mx.array | None = None) -> None:
         self.weight = weight
         self.scales = scales
         if bias is not None:
             self.bias = bias
-        self.codebook = codebook
-        self.transform = transform
-        self.input_dims = input_dims
-        self.bits = codebook.bits
-        self.shared_input: SharedInput | None = None
-        self.freeze()
+        self.freeze(recurse=False)
 
     @property
-    def output_dims(self) -> int:
-        """Width of the output."""
-        return int(self.weight.shape[0])
+    def has_bias(self) -> bool:
+        """Whether a bias is added."""
+        return "bias" in self
 
     def unfreeze(self, **kwargs: Any) -> Module:
         """As nn.Module's, but the layer's own parameters stay frozen."""
@@ -80,7 +88,7 @@ class QuantizedLinear(Module):
         if x.size == 0:
             return mx.zeros((*x.shape[:-1], self.output_dims), dtype)
         y = self.codebook.matmul(self._transformed(x), self.weight) * self.scales
-        if "bias" in self:
+        if self.has_bias:
             y = y + self.bias
         return y.astype(dtype)
 
@@ -91,9 +99,9 @@ class QuantizedLinear(Module):
 
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> Linear:
         """A dense layer with the weights that this one stands for; 32 / bits times the memory in float32."""
-        linear = Linear(1, 1, bias="bias" in self)
+        linear = Linear(1, 1, bias=self.has_bias)
         linear.weight = self.dequantize(dtype)
-        if "bias" in self:
+        if self.has_bias:
             linear.bias = self.bias.astype(dtype)
         return linear
 
@@ -135,9 +143,7 @@ class QuantizedLinear(Module):
             transform=transform,
         )
         layer = cls.from_data(data)
-        if bias is not None:
-            layer.bias = bias
-            layer.freeze(recurse=False)
+        layer._hold(layer.weight, layer.scales, bias)
         return layer
 
     @classmethod
@@ -175,9 +181,39 @@ class QuantizedLinear(Module):
     def _extra_repr(self) -> str:
         kind = "uniform" if self.codebook.step is not None else "table"
         return (
-            f"input_dims={self.input_dims}, output_dims={self.output_dims}, bias={'bias' in self}, "
+            f"input_dims={self.input_dims}, output_dims={self.output_dims}, bias={self.has_bias}, "
             f"bits={self.bits}, codebook={kind}, transform={self.transform is not None}"
         )
+
+
+class DeferredLinear(QuantizedLinear):
+    """A QuantizedLinear whose parameters are read when they are first asked for, by a call or by name."""
+
+    def __init__(
+        self,
+        read: Callable[[], Sequence[mx.array]],
+        codebook: Codebook,
+        transform: Transform | None = None,
+        *,
+        input_dims: int,
+        output_dims: int,
+        has_bias: bool,
+    ) -> None:
+        Module.__init__(self)  # type: ignore[no-untyped-call]
+        self._describe(codebook, transform, input_dims, output_dims)
+        self._read: Callable[[], Sequence[mx.array]] | None = read
+        self._has_bias = has_bias
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias is added."""
+        return self._has_bias
+
+    def __getattr__(self, key: str) -> Any:
+        if key in ("weight", "scales", "bias") and key not in self and self._read is not None:
+            arrays, self._read = self._read(), None  # before they are held: to set one asks for it first
+            self._hold(*arrays)
+        return super().__getattr__(key)
 
 
 class SharedInput:

@@ -18,7 +18,7 @@ from rsv_format import RsvError
 from rsv_mlx.adopt import Loader, LoadReport, make_loader, parts_of
 from rsv_mlx.binding import install, make_plan, share_inputs
 from rsv_mlx.codebook import Codebook
-from rsv_mlx.linear import QuantizedLinear
+from rsv_mlx.linear import DeferredLinear, QuantizedLinear
 from rsv_mlx.transform import Transform
 
 MATERIALIZE = ("packed", "dense")
@@ -52,7 +52,7 @@ def load(
         "auto" adopts mapped pages where MLX can, and copies elsewhere; "require" refuses to copy; "never"
         copies.
     lazy : bool
-        Where bytes are copied, do so when they are first used.
+        Where bytes are copied, copy a packed layer's when it is first used; the file stays open as long.
     materialize : str
         "packed" keeps the indices and transforms the activations. "dense" builds nn.Linear layers: the memory
         of an unquantized model, for its speed.
@@ -128,20 +128,18 @@ def _fill(
     if materialize not in MATERIALIZE:
         raise RsvError("bad_argument", "materialize", f"{materialize!r} is not one of {', '.join(MATERIALIZE)}")
     casts = _casts(dtype, config)
-    loader = make_loader(file, zero_copy, lazy, report)
-    content = _Content(file, loader)
+    content = _Content(file, make_loader(file, zero_copy, report), report)
     with _timed(report, "tensors"):
         tensors = {name: content.tensor(tensor) for name, tensor in file.tensors.items()}
         plan = make_plan(model, file.layers, tensors, content.dequantized, strict)
         stored = {id(array) for array in tensors.values()}
         report.dense_nbytes += sum(a.nbytes for a in plan.parameters.values() if id(a) not in stored)
         parameters = {path: _cast(array, casts, report) for path, array in plan.parameters.items()}
-        if not lazy:
-            mx.eval(parameters)
+        mx.eval(parameters)
     with _timed(report, "layers"):
         modules: dict[str, Module] = {}
         for path, name in plan.packed.items():
-            layer = content.layer(file.layers[name])
+            layer = content.layer(file.layers[name], lazy and materialize == "packed")
             if materialize == "dense":
                 linear = layer.to_linear(casts.get(mx.float32, mx.float32))
                 mx.eval(linear.weight)
@@ -157,8 +155,7 @@ def _fill(
         install(model, modules, parameters)
         share_inputs(modules)
         model.eval()
-        if not lazy:
-            mx.eval([dict(module) for module in modules.values()], content.shared_arrays())
+        mx.eval([dict(module) for module in modules.values()], content.shared_arrays())
     if content.bases:
         object.__setattr__(model, "rsv_bases", content.bases)  # not parameters; they live as long as the model
     report.layers, report.tensors = len(plan.packed) + len(plan.dense), len(plan.parameters)
@@ -167,8 +164,8 @@ def _fill(
 class _Content:
     """Layers and tensors of a file as they are asked for; codebooks and transforms made once."""
 
-    def __init__(self, file: rsv_format.File, loader: Loader) -> None:
-        self.file, self.loader = file, loader
+    def __init__(self, file: rsv_format.File, loader: Loader, report: LoadReport) -> None:
+        self.file, self.loader, self.report = file, loader, report
         self.bases: list[mx.array] = []
         self._transforms: dict[int, Transform] = {}
         self._factors: dict[object, mx.array] = {}
@@ -181,13 +178,19 @@ class _Content:
             self.bases.append(loaded.base)
         return loaded.arrays[0]
 
-    def layer(self, layer: rsv_format.Layer) -> QuantizedLinear:
+    def layer(self, layer: rsv_format.Layer, lazy: bool = False) -> QuantizedLinear:
         """A layer; of a stack, all rows as one."""
-        loaded = self.loader.load(parts_of(layer))
+        codebook, transform = self._codebook(layer), self._transform(layer)
+        parts = parts_of(layer)
+        if lazy and not self.loader.adopts:
+            self.report.deferred_nbytes += sum(nbytes for _, _, nbytes in layer.parts)
+            return DeferredLinear(
+                lambda: self.loader.load(parts).arrays, codebook, transform,
+                input_dims=layer.in_features, output_dims=layer.out_features, has_bias=layer.bias_dtype is not None,
+            )  # fmt: skip
+        loaded = self.loader.load(parts)
         weight, scales, *bias = loaded.arrays
-        made = QuantizedLinear(
-            weight, scales, self._codebook(layer), self._transform(layer), *bias, input_dims=layer.in_features
-        )
+        made = QuantizedLinear(weight, scales, codebook, transform, *bias, input_dims=layer.in_features)
         if loaded.base is not None:
             object.__setattr__(made, "rsv_base", loaded.base)
         return made
@@ -222,11 +225,15 @@ class _Content:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str], report: LoadReport) -> Iterator[rsv_format.File]:
-    with contextlib.ExitStack() as stack:
-        with _timed(report, "open"):
-            file = stack.enter_context(rsv_format.open(path))
-        report.nbytes = file.nbytes
+    """The file, closed at the end unless layers are yet to be read from it."""
+    with _timed(report, "open"):
+        file = rsv_format.open(path)
+    report.nbytes = file.nbytes
+    try:
         yield file
+    finally:
+        if not report.deferred_nbytes:
+            file.close()
 
 
 @contextlib.contextmanager

@@ -374,7 +374,7 @@ def small_file() -> bytes:
 
 FACTORS = (None, "hartley", "matrix", "haar")
 DIAGONALS = (None, "signs", "values")
-NAMES = st.text(st.characters(codec="utf-8", exclude_characters=map(chr, [*range(32), 127])), min_size=1, max_size=8)
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters=[chr(c) for c in (*range(32), 127)]), min_size=1, max_size=8)
 SEEDS = st.integers(0, 2**32 - 1)
 
 

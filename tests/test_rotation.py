@@ -230,10 +230,11 @@ def test_a_haar_factor_is_held_against_its_witness() -> None:
     assert np.array_equal(Transform(4, factor="haar", seed=1, stored=witness).factor_matrix(), haar(4, 1))
     nearly = witness + np.float32(5e-6)
     assert np.array_equal(Transform(4, factor="haar", seed=1, stored=nearly).factor_matrix(), haar(4, 1))
-    off, nan = witness.copy(), witness.copy()
+    off, nan, signalling = witness.copy(), witness.copy(), witness.copy()
     off[3] += np.float32(1.5e-5)
     nan[0] = np.nan
-    for seed, stored in ((2, witness), (1, off), (1, nan)):
+    signalling.view(np.uint32)[0] = 0x7F800001
+    for seed, stored in ((2, witness), (1, off), (1, nan), (1, signalling)):
         t = Transform(4, factor="haar", seed=seed, stored=stored)
         for action in (t.factor_matrix, t.matrix, lambda t=t: t.apply(np.ones(4)), t.factor_matrix):
             with pytest.raises(RsvError) as e:

@@ -139,6 +139,11 @@ def test_content_is_not_simplified(tmp_path: Path) -> None:
         assert file.layers["a"].bias_dtype == "f32"
 
 
+def test_tuples_are_arrays(tmp_path: Path) -> None:
+    first, second = (written(tmp_path / "a", {"extensions": {"x": kind([{"b": 1, "a": kind([2])}])}}) for kind in (list, tuple))
+    assert first == second
+
+
 def test_layouts_of_arrays_do_not_matter(tmp_path: Path) -> None:
     content = sample()
     first = written(tmp_path / "a", content)
@@ -190,10 +195,10 @@ INF = np.float32(np.inf)
         {"indices": rsv_format.pack(CODES, 4)}, {"indices": rsv_format.pack(np.zeros((3, 6), np.uint8), 3)},
         {"indices": rsv_format.pack(CODES, 3).view(np.int32)}, {"indices": rsv_format.pack(CODES, 3).reshape(-1)},
         {"scales": np.ones(3, np.float32)}, {"scales": np.ones((2, 1), np.float32)}, {"scales": np.ones(2)},
-        {"stack": 2}, {"stack": 3}, {"stack": 0}, {"stack": -1}, {"scales": np.ones(0, np.float32)},
+        {"stack": 3}, {"stack": 0}, {"stack": -1}, {"scales": np.ones(0, np.float32)},
         {"bias": np.zeros(3, np.float32)}, {"bias": np.zeros(2, np.float16)}, {"bias": None}, {"bias_dtype": None},
         {"bias_dtype": "bf16"}, {"codebook": CENTROIDS[:5]}, {"codebook": CENTROIDS[:4]}, {"codebook": np.arange(16, dtype=np.float32)},
-        {"codebook": CENTROIDS[:1]}, {"in_features": 33},
+        {"codebook": CENTROIDS[:1]}, {"in_features": 33, "transform": None},
         {"transform": replace(make_transform(1, 3, 2, None, "matrix"), stored=None)},
         {"transform": replace(make_transform(1, 3, 2, "values"), values=np.ones(5, np.float32))},
         {"transform": replace(make_transform(1, 3, 2, "signs"), signs=np.zeros(2, np.uint8))},
@@ -257,6 +262,7 @@ U1 = TensorData("u8", np.zeros(2, "u1"))
         ({"metadata": {"a": "\udfff"}}, "content_invalid"),
         ({"metadata": {1: "a"}}, "content_invalid"),
         ({"extensions": {"a": {1: 2}}}, "content_invalid"),
+        ({"extensions": {"a": [{None: 2}]}}, "content_invalid"),
         ({"extensions": {"a": b"x"}}, "content_invalid"),
         ({"extensions": {"a": {1, 2}}}, "content_invalid"),
         ({"extensions": {"a": 1.5}}, "json_number"),
@@ -340,6 +346,7 @@ def test_what_the_header_does_not_say_is_not_written(tmp_path: Path, action: Cal
     with pytest.raises(RsvError) as e, Writer(tmp_path / "a", HEADER) as writer:
         action(writer)
     assert e.value.code == "content_invalid" and os.listdir(tmp_path) == []
+    assert "never written" not in e.value.detail
 
 
 @pytest.mark.parametrize(
@@ -394,7 +401,7 @@ class Fragile(io.FileIO):
 
 @pytest.fixture
 def fragile(monkeypatch: pytest.MonkeyPatch) -> type[Fragile]:
-    monkeypatch.setattr(os, "fdopen", lambda descriptor, *_, **__: Fragile(descriptor, "wb"))
+    monkeypatch.setattr("rsv_format.writer.open", lambda path, mode, buffering: Fragile(path, mode), raising=False)
     monkeypatch.setattr(Fragile, "writes", 0)
     return Fragile
 
@@ -432,19 +439,22 @@ def test_short_writes(tmp_path: Path, fragile: type[Fragile], monkeypatch: pytes
     assert written(tmp_path / "b", content) == whole and fragile.writes > 10
 
 
-@pytest.mark.parametrize("name", ["fsync", "replace", "fchmod", "ftruncate"])
+@pytest.mark.parametrize("name", ["fsync", "replace", "open", "truncate"])
 @pytest.mark.parametrize("before", [None, OLD], ids=["new", "old"])
-def test_a_failure_of_a_system_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, before: bytes | None) -> None:
+def test_a_failure_of_a_system_call(
+    tmp_path: Path, fragile: type[Fragile], monkeypatch: pytest.MonkeyPatch, name: str, before: bytes | None
+) -> None:
     path = tmp_path / "a.rsv"
     if before is not None:
         path.write_bytes(before)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    if name == "ftruncate":
-        monkeypatch.setattr(Fragile, "truncate", fail, raising=False)
-        monkeypatch.setattr(os, "fdopen", lambda descriptor, *_, **__: Fragile(descriptor, "wb"))
+    if name == "truncate":
+        monkeypatch.setattr(fragile, "truncate", fail, raising=False)
+    elif name == "open":
+        monkeypatch.setattr("rsv_format.writer.open", fail, raising=False)
     else:
         monkeypatch.setattr(os, name, fail)
     with pytest.raises(RsvError) as e:
@@ -485,6 +495,21 @@ def test_a_folder_that_cannot_be_synced_is_no_failure(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "fsync", no_folders)
     assert rsv_format.verify(written(tmp_path / "a", sample())) == []
+
+
+def test_a_file_system_without_permissions_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "chmod", fail)
+    assert rsv_format.verify(written(tmp_path / "a", sample())) == []
+
+
+def test_a_writer_that_was_not_entered_writes_nothing(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "a", HEADER)
+    with pytest.raises(RsvError) as e:
+        writer.tensor("n", np.ones(2, np.uint8))
+    assert e.value.code == "closed" and os.listdir(tmp_path) == []
 
 
 def test_an_exception_in_the_caller_leaves_the_old_file(tmp_path: Path) -> None:
@@ -600,11 +625,12 @@ def test_a_link_stays_and_its_target_is_replaced(tmp_path: Path) -> None:
 
 def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path in (tmp_path, tmp_path / "none" / "a", tmp_path / "file" / "a", tmp_path / ("x" * 300)):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "none" / "a", tmp_path / "file" / "a", tmp_path / ("x" * 300)):
         with pytest.raises(RsvError) as e:
             write(path, **sample())
         assert e.value.code == "io_error" and e.value.where and e.value.detail
-    assert os.listdir(tmp_path) == ["file"]
+    assert sorted(os.listdir(tmp_path)) == ["file", "pipe"]
 
 
 def test_a_relative_path_and_a_long_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

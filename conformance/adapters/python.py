@@ -66,9 +66,9 @@ def decode(path: str) -> dict[str, Any]:
 
 
 def _codebook(centroids: Any) -> dict[str, Any]:
-    from rsv_format.codebook import is_uniform
+    from rsv_format.codebook import uniform_step
 
-    return {"centroids": array(centroids, "f32"), "uniform": bool(is_uniform(centroids))}
+    return {"centroids": array(centroids, "f32"), "uniform": uniform_step(centroids) is not None}
 
 
 def _transform(t: Any) -> dict[str, Any]:
@@ -109,8 +109,6 @@ def encode(path: str) -> dict[str, Any]:
     with open(path, encoding="utf-8") as f:
         content = json.load(f)
     layers = [_layer(entry) for entry in content["layers"]]
-    if len({layer.name for layer in layers}) < len(layers):
-        pass  # the writer must refuse it
     tensors = {}
     for t in content["tensors"]:
         data = np.frombuffer(bytes.fromhex(t["data"]), NUMPY[t["dtype"]]).reshape(t["shape"])

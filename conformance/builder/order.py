@@ -29,7 +29,7 @@ def all_cases(cases: Cases) -> None:
         return bytes(out)
 
     # framing: each check against the next
-    two("file_too_short", "bad_magic", ["RSV-101", "RSV-102"], b"PK\x03\x04" + bytes(20), "24 bytes of another format", base=None)
+    two("file_too_short", "bad_magic", ["RSV-101", "RSV-102"], b"PK\x03\x04" + bytes(20), "24 bytes of another format")
     two("bad_magic", "unsupported_version", ["RSV-102", "RSV-103"], b"\x89RSV\r\n\x1a\r" + doc.render(version_major=2)[8:],
         "magic and major version")  # fmt: skip
     two("unsupported_version", "reserved_flags", ["RSV-103", "RSV-104"], doc.render(version_major=2, flags=1), "major version and flags")

@@ -35,6 +35,8 @@ def add(
         flags.append("large")
     if "non-canonical" not in flags:
         flags.append("canonical")
+    if "edge" in flags:
+        rules = [*rules, "RSV-005"]
     expected: dict[str, Any] = {}
     operations = {"verify": "valid"}
     if decode:

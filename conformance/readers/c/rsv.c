@@ -611,6 +611,10 @@ static int32_t next_code_point(const uint8_t **at)
 static int compare_keys(const void *context, uint32_t a, uint32_t b)
 {
     const uint8_t *text = context, *p = text + a, *q = text + b;
+    while (*p == *q && *p != '"' && *p != '\\') /* equal text is skipped byte by byte */
+        p++, q++;
+    while ((*p & 0xC0) == 0x80 || (*q & 0xC0) == 0x80) /* back to where the code point starts */
+        p--, q--;
     for (;;) {
         int32_t c = next_code_point(&p), d = next_code_point(&q);
         if (c != d)
@@ -1418,7 +1422,7 @@ rsv_code rsv_open_path(const char *path, rsv_file **file, rsv_error *error)
     struct stat status;
     void *map = NULL;
     *file = NULL;
-    int fd = open(path, O_RDONLY);
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_CLOEXEC); /* a pipe must not block */
     if (fd < 0 || fstat(fd, &status) || !S_ISREG(status.st_mode) || (uintmax_t)status.st_size > SIZE_MAX) {
         if (fd >= 0)
             close(fd);

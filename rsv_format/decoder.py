@@ -1,0 +1,137 @@
+"""The forward pass of a decoder of a known family, in numpy, one matrix in memory at a time.
+
+For statistics and for measuring quality, not for speed. Left out: position scaling, sliding windows, soft caps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[np.float32]
+Fetch = Callable[[str], Rows | None]
+Observe = Callable[[str, Rows], None]
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How a model type differs from Llama."""
+
+    gain_offset: float = 0.0  # Gemma stores a norm's gain less one
+    gelu: bool = False
+    scaled_embedding: bool = False
+    sandwich: bool = False  # norms behind attention and MLP too
+
+
+_FAMILIES: dict[str, _Family] = {
+    "llama": _Family(),
+    "mistral": _Family(),
+    "qwen2": _Family(),
+    "qwen3": _Family(),
+    "gemma": _Family(1.0, True, True),
+    "gemma2": _Family(1.0, True, True, True),
+    "gemma3_text": _Family(1.0, True, True, True),
+}
+
+
+class Decoder:
+    """The blocks of a model.
+
+    Parameters
+    ----------
+    config : mapping
+        config.json's content; `model_type` must be of a known family.
+    fetch : callable
+        Hugging Face name of a tensor -> float32 array, None where the model has none.
+    observe : callable, optional
+        Told the name and the input (tokens, in_features) of each linear layer.
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError
+        The config is not one of a known family; later, a tensor is missing or does not fit.
+    """
+
+    def __init__(self, config: Mapping[str, Any], fetch: Fetch, observe: Observe | None = None) -> None:
+        self.family = _FAMILIES[str(config["model_type"])]
+        self.fetch, self.observe = fetch, observe
+        self.hidden_size = int(config["hidden_size"])
+        self.blocks = int(config["num_hidden_layers"])
+        self.heads = int(config["num_attention_heads"])
+        self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
+        self.eps = float(config.get("rms_norm_eps", 1e-6))
+        self.theta = float(config.get("rope_theta") or 10000.0)
+
+    def run(self, embedded: Rows, progress: Callable[[int, int, str], None] | None = None) -> Rows:
+        """Embedded tokens (tokens, hidden_size) through all blocks and the last norm."""
+        x = embedded * np.float32(np.sqrt(self.hidden_size)) if self.family.scaled_embedding else embedded
+        for i in range(self.blocks):
+            block = f"model.layers.{i}"
+            if progress is not None:
+                progress(i, self.blocks, block)
+            x = self._block(block, x)
+        return self._norm("model.norm", x)
+
+    def _block(self, block: str, x: Rows) -> Rows:
+        attended = self._attention(f"{block}.self_attn", self._norm(f"{block}.input_layernorm", x))
+        if self.family.sandwich:
+            x = x + self._norm(f"{block}.post_attention_layernorm", attended)
+            out = self._mlp(f"{block}.mlp", self._norm(f"{block}.pre_feedforward_layernorm", x))
+            return x + self._norm(f"{block}.post_feedforward_layernorm", out)
+        x = x + attended
+        return x + self._mlp(f"{block}.mlp", self._norm(f"{block}.post_attention_layernorm", x))
+
+    def _attention(self, name: str, x: Rows) -> Rows:
+        tokens = x.shape[0]
+        q = self._linear(f"{name}.q_proj", x).reshape(tokens, self.heads, -1)
+        k = self._linear(f"{name}.k_proj", x).reshape(tokens, self.kv_heads, -1)
+        v = self._linear(f"{name}.v_proj", x).reshape(tokens, self.kv_heads, -1)
+        q, k = (self._positioned(f"{name}.{part}_norm", rows) for part, rows in (("q", q), ("k", k)))
+        k, v = (np.repeat(rows, self.heads // self.kv_heads, axis=1) for rows in (k, v))
+        scores = np.matmul(q.swapaxes(0, 1), k.transpose(1, 2, 0)) / np.float32(np.sqrt(q.shape[-1]))
+        scores += np.triu(np.full((tokens, tokens), -np.inf, np.float32), 1)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        weights /= weights.sum(axis=-1, keepdims=True)
+        mixed = np.matmul(weights, v.swapaxes(0, 1)).swapaxes(0, 1).reshape(tokens, -1)
+        return self._linear(f"{name}.o_proj", mixed)
+
+    def _positioned(self, norm: str, heads: Rows) -> Rows:
+        """The head's own norm, where the model has one, then rotary positions."""
+        if self.fetch(f"{norm}.weight") is not None:
+            heads = self._norm(norm, heads)
+        half = heads.shape[-1] // 2
+        frequencies = self.theta ** (-np.arange(half) / half)
+        angle = (np.arange(heads.shape[0])[:, None] * frequencies)[:, None, :]
+        cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+        a, b = heads[..., :half], heads[..., half:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    def _mlp(self, name: str, x: Rows) -> Rows:
+        gate = self._linear(f"{name}.gate_proj", x)
+        if self.family.gelu:
+            gate = gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2
+        else:
+            gate = gate / (1 + np.exp(-np.clip(gate, -80, None)))
+        return self._linear(f"{name}.down_proj", gate.astype(np.float32) * self._linear(f"{name}.up_proj", x))
+
+    def _linear(self, name: str, x: Rows) -> Rows:
+        if self.observe is not None:
+            self.observe(name, x)
+        y = x @ self._fetched(f"{name}.weight").T
+        bias = self.fetch(f"{name}.bias")
+        return y if bias is None else y + bias
+
+    def _norm(self, name: str, x: Rows) -> Rows:
+        gain = self._fetched(f"{name}.weight") + np.float32(self.family.gain_offset)
+        square = np.mean(np.square(x), axis=-1, keepdims=True)
+        return np.asarray(x / np.sqrt(square + np.float32(self.eps)) * gain)
+
+    def _fetched(self, name: str) -> Rows:
+        tensor = self.fetch(name)
+        if tensor is None:
+            raise KeyError(name)
+        return tensor

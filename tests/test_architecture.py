@@ -1,0 +1,158 @@
+"""Which module may import which, and what the packages show of themselves."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rsv_format
+
+ROOT = Path(__file__).resolve().parents[1]
+OURS = {"rsv_format", "rsv_mlx", "rsv_cli", "conformance", "tests"}
+PUBLIC = {
+    "CODES", "Attachment", "AttachmentData", "File", "Layer", "LayerData", "QuantizeReport", "RsvError", "Source",
+    "SourceTensor", "Summary", "Tensor", "TensorData", "Transform", "Writer", "open", "open_source", "pack",
+    "quantize", "quantize_layers", "quantize_matrix", "save", "summarize", "unpack", "verify", "write",
+}  # fmt: skip
+# conformance is independent of the implementation that it tests, but for what drives it
+DRIVERS = {"conformance/adapters/python.py", "conformance/adapters/faulty.py", "conformance/faulty.py"}
+
+
+def sources(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of all that a file imports, also within functions: "a.b.c" of `from a.b import c`."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
+            found |= {arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
+    return found
+
+
+def packages(path: Path) -> set[str]:
+    return {name.split(".")[0] for name in imports(path)}
+
+
+def modules(name: str) -> set[str]:
+    """The modules of rsv_format that one of them imports: "reader" of `from rsv_format.reader import open`."""
+    path = ROOT / "rsv_format" / f"{name}.py"
+    return {parts[1] for parts in (x.split(".") for x in imports(path)) if parts[0] == "rsv_format" and len(parts) > 1}
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", sources("rsv_format"), ids=name_of)
+def test_the_format_knows_of_nothing_above_it(path: Path) -> None:
+    assert packages(path) & OURS <= {"rsv_format"}
+    assert not packages(path) & {"mlx", "mlx_lm", "typer", "rich", "jsonschema", "torch"}
+
+
+@pytest.mark.parametrize("path", sources("rsv_mlx"), ids=name_of)
+def test_mlx_uses_public_names_only(path: Path) -> None:
+    assert packages(path) & OURS <= {"rsv_format", "rsv_mlx"}
+    used = {x for x in imports(path) if x.split(".")[0] == "rsv_format"}
+    tree = ast.parse(path.read_text("utf-8"))
+    attributes = {
+        f"rsv_format.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "rsv_format"
+    }
+    assert (used | attributes) - {"rsv_format"} <= {f"rsv_format.{name}" for name in rsv_format.__all__}
+
+
+def test_conformance_is_independent() -> None:
+    paths = [path for path in sources("conformance") if name_of(path) not in DRIVERS]
+    if not paths:
+        pytest.skip("there is no conformance suite here")
+    for path in paths:
+        assert not packages(path) & {"rsv_format", "rsv_mlx", "rsv_cli", "tests"}, path
+
+
+def test_only_layout_imports_construct() -> None:
+    assert [path.stem for path in sources("rsv_format") if "construct" in packages(path)] == ["layout"]
+
+
+# the layers of rsv_format: a module may import those in the lines above it, and those of its own that are named
+LAYERS = [
+    {"errors": set(), "limits": set()},
+    {"layout": set()},
+    {"packing": set(), "codebook": set(), "rotation": set(), "dtypes": set()},
+    {"header": set(), "payload": set()},
+    {"validate": set()},
+    {"reader": set(), "writer": set()},
+    {"verify": set(), "summary": set(), "quantize": set(), "importance": set()},
+    {"sources": set()},
+    {"synthetic": set()},
+    {"convert": set()},
+]
+
+
+def test_modules_import_what_lies_below_them() -> None:
+    below: set[str] = set()
+    for layer in LAYERS:
+        for name, beside in layer.items():
+            if (ROOT / "rsv_format" / f"{name}.py").exists():
+                assert modules(name) <= below | beside, name
+        below |= set(layer)
+    present = {path.stem for path in (ROOT / "rsv_format").glob("*.py")} - {"__init__"}
+    assert present <= below, "a module that is not in the table"
+
+
+def test_reader_and_writer_are_strangers() -> None:
+    assert "writer" not in modules("reader") and "reader" not in modules("writer")
+    assert "reader" in modules("verify") and "verify" not in modules("writer")
+
+
+def test_public_names() -> None:
+    assert set(rsv_format.__all__) == PUBLIC and len(rsv_format.__all__) == len(PUBLIC)
+    assert all(hasattr(rsv_format, name) for name in PUBLIC)
+    assert rsv_format.__all__ == sorted(rsv_format.__all__, key=lambda name: (not name.isupper(), name[0].islower(), name))
+
+
+def test_the_front_door_only_imports() -> None:
+    for package in ("rsv_format", "rsv_format/sources"):
+        body = ast.parse((ROOT / package / "__init__.py").read_text("utf-8")).body
+        kinds = {type(node).__name__ for node in body}
+        assert package != "rsv_format" or kinds == {"Expr", "ImportFrom", "Assign"}, kinds
+
+
+@pytest.mark.parametrize("path", [*sources("rsv_format"), *sources("rsv_mlx"), *sources("rsv_cli")], ids=name_of)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    text = ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    assert text and len(text.splitlines()[0]) <= 120
+
+
+HEAVY = "mlx mlx_lm gguf safetensors huggingface_hub tokenizers typer rich jsonschema transformers torch rsv_mlx rsv_cli".split()
+
+
+def loaded(program: str) -> set[str]:
+    code = f"import sys\n{program}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(run.stdout.split())
+
+
+def test_importing_the_format_is_light() -> None:
+    found = loaded("import rsv_format")
+    assert "numpy" in found and not found & {*HEAVY, "jsonschema_rs"}
+
+
+def test_using_the_format_is_light() -> None:
+    program = "import rsv_format, numpy as np, tempfile\n"
+    program += "path = tempfile.mkdtemp() + '/a'\n"
+    program += "rsv_format.write(path, layers=[rsv_format.quantize_matrix(np.ones((2, 6)), name='a')])\n"
+    program += "assert rsv_format.verify(path) == []; rsv_format.open(path).layers['a'].dequantize()"
+    found = loaded(program)
+    assert "jsonschema_rs" in found and not found & set(HEAVY)
