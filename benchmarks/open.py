@@ -33,9 +33,7 @@ def write_sparse(path: Path, layers: int) -> bytes:
     header = Header(
         (CodebookEntry(4),),
         tuple(TransformEntry(896, 128, DiagonalEntry("values"), None) for _ in range(layers)),
-        tuple(
-            LayerEntry(f"model.layers.{i // 7:05d}.mlp.proj_{i % 7}", 896, 64, 1, 0, i, None) for i in range(layers)
-        ),
+        tuple(LayerEntry(f"model.layers.{i // 7:05d}.mlp.proj_{i % 7}", 896, 64, 1, 0, i, None) for i in range(layers)),
     )
     text = build_header(header)
     _, nbytes = walk(header, len(text))

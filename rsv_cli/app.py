@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rsv_cli import compare, doctor, export, generate, inspect, quantize
+from rsv_cli import calibrate, compare, doctor, export, generate, inspect, quantize
 
 _HELP = """
 Quantized weights, computed once and loaded in a blink.
@@ -57,6 +57,7 @@ def _root(
 
 _COMMANDS: tuple[Callable[..., Any], ...] = (
     quantize.quantize,
+    calibrate.calibrate,
     inspect.info,
     inspect.verify,
     compare.compare,

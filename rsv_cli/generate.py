@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from rsv_cli import terminal
 from rsv_cli.options import Quiet, RsvFile
-from rsv_cli.session import session
+from rsv_cli.session import mlx_module, session
 
 
 def generate(
@@ -41,8 +40,8 @@ def generate(
 
 
 def _generate(file: Path, prompt: str, max_tokens: int, temp: float, seed: int, raw: bool, quiet: bool) -> None:
-    core, mlx_lm, samplers = (_import(name) for name in ("mlx.core", "mlx_lm", "mlx_lm.sample_utils"))
-    model, tokenizer = _import("rsv_mlx").load(file)
+    core, mlx_lm, samplers = (mlx_module(name) for name in ("mlx.core", "mlx_lm", "mlx_lm.sample_utils"))
+    model, tokenizer = mlx_module("rsv_mlx").load(file)
     core.random.seed(seed)
     tokens: Any = prompt
     if not raw and getattr(tokenizer, "chat_template", None):
@@ -60,13 +59,3 @@ def _generate(file: Path, prompt: str, max_tokens: int, temp: float, seed: int, 
         line += f"generated {last.generation_tokens} tokens, {last.generation_tps:.1f}/s · "
         line += f"peak memory {last.peak_memory:.2f} GB"
         terminal.stderr().print(Text(line, "dim"), soft_wrap=True)
-
-
-def _import(name: str) -> Any:
-    from rsv_format import RsvError
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as e:
-        detail = f"{e}: pip install 'rsv-format[mlx]'"
-        raise RsvError("missing_dependency", name, detail) from e

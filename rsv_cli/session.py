@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -66,6 +67,22 @@ def report(error: RsvError, as_json: bool = False) -> None:
 def error_object(error: RsvError) -> dict[str, Any]:
     """An error for programs."""
     return {"error": error.code, "phase": error.phase, "where": error.where, "detail": error.detail}
+
+
+def mlx_module(name: str) -> Any:
+    """A module that comes with MLX, or needs it.
+
+    Raises
+    ------
+    RsvError
+        missing_dependency.
+    """
+    from rsv_format.errors import RsvError
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as e:
+        raise RsvError("missing_dependency", name, f"{e}: pip install 'rsv-format[mlx]'") from e
 
 
 @contextlib.contextmanager

@@ -13,8 +13,9 @@ Modules, bottom up:
 
 from rsv_format.convert import QuantizeReport, quantize, quantize_layers, save
 from rsv_format.errors import CODES, RsvError
+from rsv_format.importance import share_groups
 from rsv_format.packing import pack, unpack
-from rsv_format.quantize import quantize_matrix
+from rsv_format.quantize import group_transform, quantize_matrix
 from rsv_format.reader import Attachment, File, Layer, Tensor, open
 from rsv_format.rotation import Transform
 from rsv_format.sources import Source, SourceTensor, open_source
@@ -38,6 +39,7 @@ __all__ = [
     "TensorData",
     "Transform",
     "Writer",
+    "group_transform",
     "open",
     "open_source",
     "pack",
@@ -45,6 +47,7 @@ __all__ = [
     "quantize_layers",
     "quantize_matrix",
     "save",
+    "share_groups",
     "summarize",
     "unpack",
     "verify",

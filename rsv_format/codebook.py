@@ -95,7 +95,7 @@ def _uniform(bits: int) -> NDArray[np.float32]:
     low, high = 1e-3, 3.0
     while high - low > 1e-9:
         a, b = high - golden * (high - low), low + golden * (high - low)
-        if _distortion(levels * a) < _distortion(levels * b):
+        if distortion(levels * a) < distortion(levels * b):
             high = b
         else:
             low = a
@@ -110,7 +110,7 @@ def _frozen(c: NDArray[np.float64]) -> NDArray[np.float32]:
     return result
 
 
-def _distortion(c: NDArray[np.float64]) -> float:
+def distortion(c: NDArray[np.float64]) -> float:
     """Mean squared error of N(0, 1) under nearest-centroid quantization."""
     edges = (c[1:] + c[:-1]) / 2
     density = np.array([0.0, *map(_pdf, edges), 0.0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from rsv_format.budget import Demand, quantized_nbytes, spend, weighted_error
 from rsv_format.codebook import codebook as make_codebook
+from rsv_format.dtypes import FLOAT_DTYPES
 from rsv_format.errors import RsvError
 from rsv_format.header import (
     AttachmentEntry,
@@ -29,8 +30,7 @@ from rsv_format.header import (
 )
 from rsv_format.importance import norm_gains, share_groups
 from rsv_format.layout import BIAS_DTYPES
-from rsv_format.limits import MAX_INTEGER
-from rsv_format.quantize import channel_scales, column_squares, make_transform, quantize_matrix
+from rsv_format.quantize import channel_scales, column_squares, group_transform, make_transform, quantize_matrix
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
 from rsv_format.rotation import Floats, Transform
@@ -46,6 +46,9 @@ from rsv_format.writer import (
     transform_entry,
     write,
 )
+
+_DEFAULT_BITS = 4
+_TABLES = frozenset({"embed_tokens", "wte", "lm_head"})  # one row a token
 
 Importance = str | os.PathLike[str] | Mapping[str, Floats]
 Progress = Callable[[int, int, str], None]
@@ -66,7 +69,9 @@ def quantize(
     source: str | os.PathLike[str] | Source,
     out: str | os.PathLike[str],
     *,
-    bits: int = 4,
+    bits: int | None = None,
+    bits_per_weight: float | None = None,
+    embedding_bits: int | None = None,
     codebook: str = "lloyd-max",
     rotation: str = "hartley",
     persist_rotation: bool = False,
@@ -86,7 +91,13 @@ def quantize(
     out : path
         Written whole or not at all.
     bits, codebook, rotation, persist_rotation, seed, threads
-        As `quantize_matrix`.
+        As `quantize_matrix`; 4 bits unless given.
+    bits_per_weight : float, optional
+        Instead of bits: each linear layer gets 2 to 8, so that the weighted error is least and the summary's
+        bits_per_weight, which counts scales, transforms, header and padding too, is at most this. Layers
+        whose importance is not known count like the mean of those whose is.
+    embedding_bits : int, optional
+        1 to 8: embedding tables, and heads that are not tied to one, become layers too.
     importance : "auto", "gains", "none", path or mapping
         "auto" runs the model on random tokens where its architecture is known, and takes the gains of the
         norms that feed the layers, or nothing, where it is not. A path is that of a llama.cpp imatrix file. A
@@ -106,21 +117,22 @@ def quantize(
     with _opened(source) as opened:
         told = progress or _silent
         job = _Job(
-            opened, bits, codebook, rotation, persist_rotation, seed, threads, include, exclude, importance, told
-        )
+            opened, bits, bits_per_weight, embedding_bits, codebook, rotation, persist_rotation, seed, threads,
+            include, exclude, importance, told,
+        )  # fmt: skip
         job.write(out)
     with open_file(out) as file:
         if _repeats(file):
             save(file, out)
-    return QuantizeReport(
-        str(out), time.perf_counter() - started, len(job.layers), len(job.importance), summarize(out)
-    )
+    return QuantizeReport(str(out), time.perf_counter() - started, len(job.layers), len(job.importance), summarize(out))
 
 
 def quantize_layers(
     source: str | os.PathLike[str] | Source,
     *,
-    bits: int = 4,
+    bits: int | None = None,
+    bits_per_weight: float | None = None,
+    embedding_bits: int | None = None,
     codebook: str = "lloyd-max",
     rotation: str = "hartley",
     persist_rotation: bool = False,
@@ -138,8 +150,9 @@ def quantize_layers(
     with _opened(source) as opened:
         told = progress or _silent
         job = _Job(
-            opened, bits, codebook, rotation, persist_rotation, seed, threads, include, exclude, importance, told
-        )
+            opened, bits, bits_per_weight, embedding_bits, codebook, rotation, persist_rotation, seed, threads,
+            include, exclude, importance, told,
+        )  # fmt: skip
         yield from job.quantized()
 
 
@@ -171,7 +184,9 @@ class _Job:
     """One run of `quantize`: first the header, of which only the digests are missing, then the blobs."""
 
     source: Source
-    bits: int
+    bits: int | None
+    bits_per_weight: float | None
+    embedding_bits: int | None
     codebook: str
     rotation: str
     persist_rotation: bool
@@ -183,23 +198,29 @@ class _Job:
     progress: Progress
 
     def __post_init__(self) -> None:
-        make_codebook(self.codebook, self.bits)
+        self._check_bits()
         make_transform(1, rotation=self.rotation, seed=self.seed)
         # sorted, so that the result does not depend on the order of the source
         names = sorted(name.removesuffix(".weight") for name in self.source.tensors if self.source.is_linear(name))
-        self.layers = [name for name in names if self._chosen(name)]
+        self.layer_bits = dict.fromkeys(filter(self._chosen, names), self.bits or _DEFAULT_BITS)
+        self.fixed_bits = {name: bits for name, bits in self._table_bits().items() if self._chosen(name)}
+        self.layer_bits |= self.fixed_bits
+        self.layers = sorted(self.layer_bits)
         if not self.layers:
             raise RsvError("bad_argument", self.source.path, f"none of {len(names)} linear layers is chosen")
         self.biases = {name: bias for name in self.layers if (bias := self._bias(name)) is not None}
         self.groups = [part for group in share_groups(self.layers) for part in self._same_width(group)]
         self.importance = self._shared_importance(self._importance(self.wanted_importance))
+        if self.bits_per_weight is not None:
+            self.layer_bits = self._spent(self.bits_per_weight)
 
     def write(self, out: str | os.PathLike[str]) -> None:
         """Stream everything into a file."""
-        header = self._header()
+        header = self._header(self.layer_bits)
         positions = {layer.name: layer.transform for layer in header.layers}
         with Writer(out, header) as writer:
-            writer.codebook(0, make_codebook(self.codebook, self.bits))
+            for i, entry in enumerate(header.codebooks):
+                writer.codebook(i, make_codebook(self.codebook, entry.bits))
             written: set[int] = set()
             for layer in self.quantized():
                 position = positions[layer.name]
@@ -225,7 +246,8 @@ class _Job:
                 yield self._quantized(name, matrices.pop(name), transform)
         self.progress(total, total, "")
 
-    def _header(self) -> Header:
+    def _header(self, layer_bits: Mapping[str, int]) -> Header:
+        widths = sorted(set(layer_bits.values()))
         transforms: list[TransformEntry] = []
         haar: dict[int, int] = {}  # in_features -> position: without a diagonal of their own, they are equal
         layers = []
@@ -245,14 +267,14 @@ class _Job:
                         in_features=shape[-1],
                         out_features=shape[-2],
                         stack=prod(shape[:-2]),
-                        codebook=0,
+                        codebook=widths.index(layer_bits[name]),
                         transform=None if entry is None else position,
                         bias=None if bias is None else bias.dtype,
                     )
                 )
         kept = [self.source.tensors[name] for name in self._kept()]
         return Header(
-            (CodebookEntry(self.bits),),
+            tuple(CodebookEntry(bits) for bits in widths),
             tuple(transforms),
             tuple(layers),
             tuple(TensorEntry(tensor.name, tensor.dtype, tensor.shape) for tensor in kept),
@@ -267,7 +289,7 @@ class _Job:
             own = version("rsv-format")
         except PackageNotFoundError:  # run from a checkout
             own = "unknown"
-        return {
+        metadata = {
             "generator": f"rsv-format {own}",
             "source": Path(self.source.path).name,
             "source.kind": self.source.kind,
@@ -275,6 +297,65 @@ class _Job:
             "quantizer.rotation": self.rotation,
             "quantizer.seed": str(self.seed),
         }
+        if self.bits_per_weight is not None:
+            metadata["quantizer.bits_per_weight"] = f"{self.bits_per_weight:g}"
+        return metadata
+
+    def _check_bits(self) -> None:
+        make_codebook(self.codebook, _DEFAULT_BITS if self.bits is None else self.bits)
+        if self.embedding_bits is not None:
+            make_codebook(self.codebook, self.embedding_bits)
+        if self.bits_per_weight is not None:
+            if self.bits is not None:
+                raise RsvError("bad_argument", "bits_per_weight", "cannot be had with a number of bits for all layers")
+            if not 0 < self.bits_per_weight < float("inf"):
+                raise RsvError("bad_argument", "bits_per_weight", f"{self.bits_per_weight} is no positive number")
+
+    def _table_bits(self) -> dict[str, int]:
+        """Embedding tables and heads, if they are to be layers."""
+        if self.embedding_bits is None:
+            return {}
+        tables = [
+            name.removesuffix(".weight")
+            for name, tensor in self.source.tensors.items()
+            if name.endswith(".weight") and name.split(".")[-2:][0] in _TABLES
+            if tensor.dtype in FLOAT_DTYPES and len(tensor.shape) == 2
+        ]
+        if not tables:
+            raise RsvError("bad_argument", "embedding_bits", "the source has no embedding table")
+        return dict.fromkeys(tables, self.embedding_bits)
+
+    def _spent(self, bits_per_weight: float) -> dict[str, int]:
+        """The bits of each layer that a budget buys; a pass over the source."""
+        weights = sum(prod(self._weight(name).shape) for name in self.layers)
+
+        def size(bits: Mapping[str, int]) -> int:
+            return quantized_nbytes(self._header({**bits, **self.fixed_bits}))
+
+        bits = spend(self._demands(), self.codebook, int(bits_per_weight * weights / 8), size)
+        return bits | self.fixed_bits
+
+    def _demands(self) -> list[Demand]:
+        total, done = sum(prod(self._weight(name).shape) for name in self.layers), 0
+        known = [float(np.mean(h)) for h in self.importance.values()]
+        usual = float(np.mean(known)) if known else 1.0
+        demands = []
+        for group in (group for group in self.groups if group[0] not in self.fixed_bits):
+            squares = {}
+            for name in group:
+                self.progress(done, total, name)
+                weight = self._weight(name).float32()
+                done += weight.size
+                squares[name] = column_squares([weight.reshape(-1, weight.shape[-1])])
+            h, c = np.full(len(squares[group[0]]), usual), np.ones(len(squares[group[0]]))
+            if group[0] in self.importance:
+                h = np.asarray(self.importance[group[0]])
+                c = channel_scales(h, sum(squares.values(), 0 * c), group[0])
+            for name in group:
+                error = weighted_error(h, c, squares[name])
+                rows = prod(self._weight(name).shape[:-1])
+                demands.append(Demand(name, h.size, rows, error if np.isfinite(error) else 0.0))
+        return demands
 
     def _importance(self, importance: Importance) -> Mapping[str, Floats]:
         """Mean squared activations of the layers for which they are known."""
@@ -325,17 +406,14 @@ class _Job:
 
     def _transform(self, group: list[str], matrices: Mapping[str, Floats]) -> Transform | None:
         rows = [matrix.reshape(-1, matrix.shape[-1]) for matrix in matrices.values()]
-        scales = None
-        if group[0] in self.importance:
-            scales = channel_scales(self.importance[group[0]], column_squares(rows), group[0])
-        # a Haar factor depends on the seed alone, so that layers of one width derive one matrix
-        seed = self.seed if self.rotation == "haar" else _seed(self.seed, group[0])
-        return make_transform(
+        return group_transform(
             rows[0].shape[1],
+            rows,
+            name=group[0],
             rotation=self.rotation,
             persist_rotation=self.persist_rotation,
-            seed=seed,
-            scales=scales,
+            seed=self.seed,
+            importance=self.importance.get(group[0]),
         )
 
     def _quantized(self, name: str, weight: Floats, transform: Transform | None) -> LayerData:
@@ -343,7 +421,7 @@ class _Job:
         return quantize_matrix(
             weight,
             name=name,
-            bits=self.bits,
+            bits=self.layer_bits[name],
             codebook=self.codebook,
             rotation="none",
             transform=transform,
@@ -404,10 +482,3 @@ def _per_channel(h: Floats) -> NDArray[np.float64]:
     """Experts share their input's transform: the mean of theirs."""
     wide = np.asarray(h, np.float64)
     return wide.mean(axis=0) if wide.ndim == 2 else wide
-
-
-def _seed(seed: int, name: str) -> int:
-    """A seed of 53 bits for a group of layers, so that no two groups get the same signs."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") & MAX_INTEGER
-
-

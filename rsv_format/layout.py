@@ -57,9 +57,7 @@ def parse_prologue(data: bytes, actual_nbytes: int) -> Prologue:
     if p.magic != MAGIC:
         raise RsvError("bad_magic", "magic", f"{p.magic.hex(' ')} is not {MAGIC.hex(' ')}: not an RSV file")
     if p.version_major != VERSION_MAJOR:
-        raise RsvError(
-            "unsupported_version", "version_major", f"{p.version_major}; this reader knows {VERSION_MAJOR}"
-        )
+        raise RsvError("unsupported_version", "version_major", f"{p.version_major}; this reader knows {VERSION_MAJOR}")
     if p.flags != 0:
         raise RsvError("reserved_flags", "flags", f"{p.flags:#010x}; all bits are reserved and must be 0")
     if p.header_nbytes > MAX_HEADER_NBYTES:

@@ -6,6 +6,7 @@ N(0, 1), scale[i] being the row's root mean square.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -151,6 +152,44 @@ def make_transform(
         n = kronecker_split(dim)
         return Transform(dim, n, signs, values, "hartley" if n < dim else None)
     return None if values is None else Transform(dim, 1, None, values)
+
+
+def group_transform(
+    dim: int,
+    matrices: Iterable[Floats],
+    *,
+    name: str,
+    rotation: str = "hartley",
+    persist_rotation: bool = False,
+    seed: int = 0,
+    importance: Floats | None = None,
+) -> Transform | None:
+    """The one transform of layers that share an input, as `quantize` makes it.
+
+    Parameters
+    ----------
+    dim : int
+        Their in_features.
+    matrices : iterable of floating (rows, dim)
+        Their weights, in any pieces; only looked at where there is an importance.
+    name : str
+        Of the first layer. The signs depend on it, so that no two groups get the same; a Haar matrix does not,
+        so that layers of one width share it.
+    rotation, persist_rotation, seed
+        As `make_transform`.
+    importance : (dim,), optional
+        See `channel_scales`.
+
+    Raises
+    ------
+    RsvError
+        bad_argument, importance_mismatch.
+    """
+    scales = None if importance is None else channel_scales(importance, column_squares(matrices), name)
+    if rotation != "haar":
+        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+        seed = int.from_bytes(digest[:8], "little") & MAX_INTEGER
+    return make_transform(dim, rotation=rotation, persist_rotation=persist_rotation, seed=seed, scales=scales)
 
 
 def channel_scales(importance: Floats, squares: NDArray[np.float64], name: str) -> NDArray[np.float64]:

@@ -239,5 +239,3 @@ def _hadamard(x: Floats) -> Floats:
     outer, inner = (hadamard(k).astype(x.dtype, copy=False) for k in (a, n // a))
     folded = np.matmul(x.reshape(-1, a, n // a), inner)
     return np.asarray(np.matmul(outer, folded)).reshape(x.shape)
-
-

@@ -123,7 +123,12 @@ def write(
             raise RsvError("content_invalid", layer.name, f"{rows} scales are not {layer.stack} equal matrices")
         entries.append(
             LayerEntry(
-                layer.name, layer.in_features, rows // layer.stack, layer.stack, codebook, transform,
+                layer.name,
+                layer.in_features,
+                rows // layer.stack,
+                layer.stack,
+                codebook,
+                transform,
                 layer.bias_dtype,
             )  # fmt: skip
         )

@@ -3,10 +3,11 @@
 Modules, bottom up:
 
 - transform: T on activations;  codebook: centroids, and products with packed indices
-- linear: QuantizedLinear, in place of mlx.nn.Linear
+- packed: what quantized layers have in common;  linear, embedding, switch: in place of MLX's own modules
 - adopt: bytes of a file to arrays: adopted, copied or read when first used
 - binding: layers and tensors to the modules of a model
-- loading: load, load_model
+- loading: load, load_model, graft;  saving: save;  quantizing: quantize_model
+- calibrate: what the linear layers of a model see while it runs on text
 """
 
 try:
@@ -15,7 +16,22 @@ except ImportError as e:  # pragma: no cover
     raise ImportError("rsv_mlx needs MLX: pip install 'rsv-format[mlx]'") from e
 
 from rsv_mlx.adopt import LoadReport, adoption_obstacle
+from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
-from rsv_mlx.loading import load, load_model
+from rsv_mlx.loading import graft, load, load_model
+from rsv_mlx.quantizing import quantize_model
+from rsv_mlx.saving import save
+from rsv_mlx.switch import QuantizedSwitchLinear
 
-__all__ = ["LoadReport", "QuantizedLinear", "adoption_obstacle", "load", "load_model"]
+__all__ = [
+    "LoadReport",
+    "QuantizedEmbedding",
+    "QuantizedLinear",
+    "QuantizedSwitchLinear",
+    "adoption_obstacle",
+    "graft",
+    "load",
+    "load_model",
+    "quantize_model",
+    "save",
+]

@@ -8,14 +8,28 @@ from typing import NoReturn
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedEmbedding as AffineEmbedding
 from mlx.nn.layers.quantized import QuantizedLinear as AffineLinear
 from mlx.utils import tree_flatten, tree_unflatten
 
 from rsv_format import Layer, RsvError
-from rsv_mlx.linear import QuantizedLinear, SharedInput
+from rsv_mlx.embedding import QuantizedEmbedding
+from rsv_mlx.linear import QuantizedLinear
+from rsv_mlx.packed import Packed, SharedInput
+from rsv_mlx.switch import QuantizedSwitchLinear, is_switch
 
 _NAMED = 8  # names that an error lists; the rest are counted
+
+
+@dataclass(frozen=True)
+class Place:
+    """What comes in the place of a module: the layer's name in the file, its kind, and the module's dtype."""
+
+    name: str
+    kind: type[Packed]
+    dtype: mx.Dtype
 
 
 @dataclass(frozen=True)
@@ -25,14 +39,14 @@ class Plan:
     Attributes
     ----------
     packed : dict
-        Path of a linear module -> name of the layer that takes its place.
+        Path of a linear, embedding or switch module -> what takes its place.
     dense : dict
         Path of another module -> name of the layer whose dequantized weight it takes.
     parameters : dict
         Path of a parameter -> array.
     """
 
-    packed: dict[str, str]
+    packed: dict[str, Place]
     dense: dict[str, str]
     parameters: dict[str, mx.array]
 
@@ -66,24 +80,25 @@ def make_plan(
     placed, parameters = _sanitized(model, layers, tensors, dequantized)
     modules = dict(model.named_modules())  # type: ignore[no-untyped-call]
     wanted: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore
-    packed: dict[str, str] = {}
+    packed: dict[str, Place] = {}
     dense: dict[str, str] = {}
     missing: list[str] = []
     unexpected: list[str] = []
     misshapen: list[str] = []
     for path, name in placed.items():
         layer, module = layers[name], modules.get(path)
-        shape = None if module is None else _weight_shape(module)
+        shape = None if module is None else weight_shape(module)
         if module is None or shape is None:
             unexpected.append(path)
             continue
-        if _layer_shape(layer) != shape:
+        kind = packed_kind(module)
+        if shape not in (_layer_shape(layer), (layer.stack, layer.out_features, layer.in_features)):
             misshapen.append(f"{path} {_layer_shape(layer)}, not {shape}")
-        elif layer.stack == 1 and isinstance(module, Linear | AffineLinear | QuantizedLinear):
-            packed[path] = name
+        elif kind is not None:
+            packed[path] = Place(name, kind, output_dtype(module))
         else:
             dense[path] = name
-        has_bias = module.has_bias if isinstance(module, QuantizedLinear) else "bias" in module
+        has_bias = module.has_bias if isinstance(module, Packed) else "bias" in module
         if has_bias != (layer.bias_dtype is not None):
             (missing if has_bias else unexpected).append(f"{path}.bias")
     for path, array in parameters.items():
@@ -109,11 +124,28 @@ def install(model: Module, layers: Mapping[str, Module], parameters: Mapping[str
         model.update(tree_unflatten(list(parameters.items())))
 
 
+def packed_kind(module: Module) -> type[Packed] | None:
+    """The packed layer that can take a module's place."""
+    if isinstance(module, Linear | AffineLinear | QuantizedLinear):
+        return QuantizedLinear
+    if isinstance(module, Embedding | AffineEmbedding | QuantizedEmbedding):
+        return QuantizedEmbedding
+    return QuantizedSwitchLinear if isinstance(module, QuantizedSwitchLinear) or is_switch(module) else None
+
+
+def output_dtype(module: Module) -> mx.Dtype:
+    """What a module computes in where its input does not decide it: the dtype of its weight, packed or not."""
+    if isinstance(module, Packed):
+        return module.dtype if isinstance(module, QuantizedEmbedding) else mx.float32
+    known: mx.array = module["scales" if "scales" in module else "weight"]
+    return known.dtype if mx.issubdtype(known.dtype, mx.floating) else mx.float32
+
+
 def share_inputs(layers: Mapping[str, Module]) -> None:
     """Let siblings with the same transform, such as q, k and v, transform their input once."""
-    groups: dict[tuple[str, int], list[QuantizedLinear]] = {}
+    groups: dict[tuple[str, int], list[Packed]] = {}
     for path, layer in layers.items():
-        if isinstance(layer, QuantizedLinear) and layer.transform is not None:
+        if isinstance(layer, Packed) and layer.transform is not None:
             groups.setdefault((path.rpartition(".")[0], id(layer.transform)), []).append(layer)
     for group in groups.values():
         if len(group) > 1:
@@ -142,13 +174,13 @@ def _sanitized(
     }
     if not hasattr(model, "sanitize"):
         return {name: name for name in layers}, dict(tensors)
-    weights = model.sanitize(dict(tensors) | stubs)
+    weights = _sanitize(model, dict(tensors) | stubs)
     left = {id(value) for value in weights.values()}
     vanished = [name for name in layers if id(stubs[f"{name}.weight"]) not in left]
     if vanished:
         for name in vanished:
             stubs.update({f"{name}.{part}": array for part, array in dequantized(name).items()})
-        weights = model.sanitize(dict(tensors) | stubs)
+        weights = _sanitize(model, dict(tensors) | stubs)
     origins = {id(stubs[f"{name}.{part}"]): (name, part) for name in layers.keys() - set(vanished)
                for part in ("weight", "bias") if f"{name}.{part}" in stubs}  # fmt: skip
     placed, parameters = {}, {}
@@ -160,15 +192,26 @@ def _sanitized(
     return placed, parameters
 
 
+def _sanitize(model: Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """mlx-lm's, which may have been called before: Gemma's drops a head, and fails where there is none."""
+    try:
+        sanitized: dict[str, mx.array] = model.sanitize(dict(weights))
+        return sanitized
+    except KeyError:
+        if weights.keys() <= tree_flatten(model.parameters(), destination={}).keys():  # type: ignore
+            return weights
+        raise
+
+
 def _layer_shape(layer: Layer) -> tuple[int, ...]:
     shape = (layer.out_features, layer.in_features)
     return shape if layer.stack == 1 else (layer.stack, *shape)
 
 
-def _weight_shape(module: Module) -> tuple[int, ...] | None:
+def weight_shape(module: Module) -> tuple[int, ...] | None:
     """The shape of the weight that a module stands for, None if it has no weight."""
-    if isinstance(module, QuantizedLinear):
-        return (module.output_dims, module.input_dims)
+    if isinstance(module, Packed):
+        return module.weight_shape
     if "weight" not in module:
         return None
     shape = tuple(module["weight"].shape)

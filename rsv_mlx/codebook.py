@@ -24,6 +24,7 @@ _WEIGHTS_TOGETHER = {1: 8, 2: 8, 3: 4, 4: 4, 5: 2, 6: 2, 7: 2, 8: 2}  # tables o
 _SUMS_TOGETHER = {1: 8, 2: 4, 3: 2, 4: 2, 5: 2, 6: 1, 7: 1, 8: 1}  # made anew for each activation
 _FEW_ROWS = 16  # above, MLX's matrix product makes up for dense weights
 _CPU_CHUNK = 2**19  # bytes of float32 that live at a time: a CPU's second-level cache, and memory touched before
+_STACK_CHUNK = 2**23  # the same for the rows of a whole stack, or there would be too few of each matrix
 _GPU_CHUNK = 2**26  # on a GPU, enough to fill it
 
 
@@ -67,9 +68,7 @@ class Codebook:
         float32 (..., rows)
         """
         rows, words = indices.shape
-        padded = words // self.bits * 32
-        if x.shape[-1] != padded:
-            x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - x.shape[-1])])
+        x, padded = self._padded(x, words)
         if self.native:
             scales, biases = self._scales_and_biases(rows, words)
             return mx.quantized_matmul(
@@ -79,6 +78,47 @@ class Codebook:
             return self._by_sums(x, indices)
         chunk = _chunk(padded)
         return _joined([x @ self.dequantize(indices[i : i + chunk]).T for i in range(0, rows, chunk)])
+
+    def gather_matmul(self, x: mx.array, indices: mx.array, chosen: mx.array, sorted_indices: bool = False) -> mx.array:
+        """x @ centroids[indices[chosen]].T without the dense matrices.
+
+        Parameters
+        ----------
+        x : float32 (..., n, in_features)
+        indices : uint32 (stack, rows, row_words), packed
+        chosen : integer (...)
+            A matrix of the stack for each (n, in_features) of x; the leading axes are broadcast.
+        sorted_indices : bool
+            Whether `chosen` ascends.
+
+        Returns
+        -------
+        float32 (..., n, rows)
+        """
+        stack, rows, words = indices.shape
+        x, padded = self._padded(x, words)
+        if self.native:
+            scales, biases = self._scales_and_biases(stack * rows, words)
+            group_size = padded // scales.shape[1]
+            return mx.gather_qmm(
+                x, indices, scales.reshape(stack, rows, -1), biases.reshape(stack, rows, -1), rhs_indices=chosen,
+                transpose=True, group_size=group_size, bits=self.bits, sorted_indices=sorted_indices,
+            )  # fmt: skip
+        batch = mx.broadcast_shapes(x.shape[:-2], chosen.shape)
+        pairs = math.prod(batch)
+        x, chosen = mx.broadcast_to(x, (*batch, *x.shape[-2:])), mx.broadcast_to(chosen, batch)
+        if pairs <= _FEW_ROWS:
+            inputs, numbers = x.reshape(pairs, *x.shape[-2:]), chosen.reshape(pairs)
+            products = [self.matmul(inputs[i], indices[numbers[i]]) for i in range(pairs)]
+            return mx.stack(products).reshape(*batch, x.shape[-2], rows)
+        if pairs < stack:  # fewer than there are matrices: only theirs become dense
+            indices, chosen, stack = indices[chosen.reshape(pairs)], mx.arange(pairs).reshape(batch), pairs
+        chunk = _chunk(stack * padded, _STACK_CHUNK)
+        products = []
+        for start in range(0, rows, chunk):
+            dense = self.dequantize(indices[:, start : start + chunk].reshape(-1, words)).reshape(stack, -1, padded)
+            products.append(mx.gather_mm(x, dense.swapaxes(-1, -2), rhs_indices=chosen, sorted_indices=sorted_indices))
+        return _joined(products)
 
     def dequantize(self, indices: mx.array) -> mx.array:
         """centroids[indices], float32 (rows, padded in_features)."""
@@ -94,6 +134,13 @@ class Codebook:
         if together == 2:
             looked_up = looked_up.view(mx.float32)
         return looked_up.reshape(indices.shape[0], -1)
+
+    def _padded(self, x: mx.array, words: int) -> tuple[mx.array, int]:
+        """x with zeros for the padding codes, and the length of its last axis then."""
+        padded = words // self.bits * 32
+        if x.shape[-1] != padded:
+            x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - x.shape[-1])])
+        return x, padded
 
     def _by_sums(self, x: mx.array, indices: mx.array) -> mx.array:
         """As `matmul`, each group of columns having a table of what it adds to a product."""
@@ -139,9 +186,9 @@ def _step(centroids: NDArray[np.float32]) -> float | None:
     return step if even else None
 
 
-def _chunk(width: int) -> int:
+def _chunk(width: int, cpu_chunk: int = _CPU_CHUNK) -> int:
     """How many rows of so many float32 live at a time."""
-    return max(1, (_GPU_CHUNK if mx.default_device() == mx.gpu else _CPU_CHUNK) // (4 * width))
+    return max(1, (_GPU_CHUNK if mx.default_device() == mx.gpu else cpu_chunk) // (4 * width))
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

@@ -6,19 +6,24 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.quantized import quantize
 
 import rsv_format
 from rsv_format import RsvError
 from rsv_mlx.adopt import Loader, LoadReport, make_loader, parts_of
 from rsv_mlx.binding import install, make_plan, share_inputs
 from rsv_mlx.codebook import Codebook
-from rsv_mlx.linear import DeferredLinear, QuantizedLinear
+from rsv_mlx.embedding import QuantizedEmbedding
+from rsv_mlx.linear import QuantizedLinear
+from rsv_mlx.packed import Packed
+from rsv_mlx.switch import QuantizedSwitchLinear
 from rsv_mlx.transform import Transform
 
 MATERIALIZE = ("packed", "dense")
@@ -74,17 +79,15 @@ def load(
         What `rsv_format.open` raises; missing_layer, unexpected_layer, shape_mismatch, missing_attachment,
         unsupported_model; haar_witness_mismatch; bad_argument; missing_dependency.
     """
-    given = model
+    if model is not None:
+        report = graft(model, path, strict=strict, zero_copy=zero_copy, lazy=lazy, materialize=materialize, dtype=dtype)
+        return (model, report) if return_report else model
     report = LoadReport()
     result: tuple[Any, ...]
-    with _opened(path, report) as file:
-        if given is not None:
-            _fill(file, given, strict, zero_copy, lazy, materialize, dtype, report)
-            return (given, report) if return_report else given
-        with _folder(file) as folder:
-            model, config = _skeleton(folder, report)
-            _fill(file, model, strict, zero_copy, lazy, materialize, dtype, report, config)
-            tokenizer = _tokenizer(folder, config, tokenizer_config, report)
+    with _opened(path, report) as file, _folder(file) as folder:
+        model, config = _skeleton(folder, report)
+        _fill(file, model, strict, zero_copy, lazy, materialize, dtype, report, config)
+        tokenizer = _tokenizer(folder, config, tokenizer_config, report)
     result = (model, tokenizer)
     return (*result, report) if return_report else result
 
@@ -113,6 +116,40 @@ def load_model(
     return (model, report) if return_report else model
 
 
+def graft(
+    model: Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    zero_copy: str = "auto",
+    lazy: bool = False,
+    materialize: str = "packed",
+    dtype: mx.Dtype | str | None = None,
+) -> LoadReport:
+    """Put what a file holds into a model, in place.
+
+    Parameters
+    ----------
+    model : Module
+        Its linear, embedding and switch modules that are named in the file are replaced, other parameters set.
+    path, zero_copy, lazy, materialize, dtype
+        As `load`.
+    strict : bool
+        False leaves what is not in the file alone, as for files that hold only some layers, and ignores what
+        the model does not know.
+
+    Raises
+    ------
+    RsvError
+        What `rsv_format.open` raises; missing_layer, unexpected_layer, shape_mismatch, all naming what is
+        wrong, before anything is changed; haar_witness_mismatch; bad_argument.
+    """
+    report = LoadReport()
+    with _opened(path, report) as file:
+        _fill(file, model, strict, zero_copy, lazy, materialize, dtype, report)
+    return report
+
+
 def _fill(
     file: rsv_format.File,
     model: Module,
@@ -128,6 +165,8 @@ def _fill(
     if materialize not in MATERIALIZE:
         raise RsvError("bad_argument", "materialize", f"{materialize!r} is not one of {', '.join(MATERIALIZE)}")
     casts = _casts(dtype, config)
+    if config and config.get("quantization"):
+        _quantize_skeleton(model, config["quantization"], file.tensors)
     content = _Content(file, make_loader(file, zero_copy, report), report)
     with _timed(report, "tensors"):
         tensors = {name: content.tensor(tensor) for name, tensor in file.tensors.items()}
@@ -138,13 +177,16 @@ def _fill(
         mx.eval(parameters)
     with _timed(report, "layers"):
         modules: dict[str, Module] = {}
-        for path, name in plan.packed.items():
-            layer = content.layer(file.layers[name], lazy and materialize == "packed")
+        common = _common_dtype(parameters) or casts.get(mx.float32)
+        for path, place in plan.packed.items():
+            layer = content.layer(file.layers[place.name], place.kind, lazy and materialize == "packed")
+            wanted = casts.get(mx.float32, mx.float32)
+            if isinstance(layer, QuantizedEmbedding):
+                layer.dtype = wanted = common or place.dtype
             if materialize == "dense":
-                linear = layer.to_linear(casts.get(mx.float32, mx.float32))
-                mx.eval(linear.weight)
-                report.dense_nbytes += linear.weight.nbytes
-                modules[path] = linear
+                modules[path] = layer.to_dense(wanted)
+                mx.eval(dict(modules[path]))
+                report.dense_nbytes += modules[path].weight.nbytes
             else:
                 modules[path] = layer
         for path, name in plan.dense.items():
@@ -156,8 +198,8 @@ def _fill(
         share_inputs(modules)
         model.eval()
         mx.eval([dict(module) for module in modules.values()], content.shared_arrays())
-    if content.bases:
-        object.__setattr__(model, "rsv_bases", content.bases)  # not parameters; they live as long as the model
+    if content.bases:  # not parameters; they live as long as the model
+        object.__setattr__(model, "rsv_bases", [*getattr(model, "rsv_bases", []), *content.bases])
     report.layers, report.tensors = len(plan.packed) + len(plan.dense), len(plan.parameters)
 
 
@@ -178,32 +220,34 @@ class _Content:
             self.bases.append(loaded.base)
         return loaded.arrays[0]
 
-    def layer(self, layer: rsv_format.Layer, lazy: bool = False) -> QuantizedLinear:
-        """A layer; of a stack, all rows as one."""
-        codebook, transform = self._codebook(layer), self._transform(layer)
+    def layer(self, layer: rsv_format.Layer, kind: type[Packed], lazy: bool = False) -> Packed:
+        """A layer."""
         parts = parts_of(layer)
+        has_bias = layer.bias_dtype is not None and kind is not QuantizedEmbedding
+        base: list[mx.array] = []
+
+        def read() -> list[mx.array]:
+            loaded = self.loader.load(parts)
+            base.extend([] if loaded.base is None else [loaded.base])
+            return loaded.arrays if has_bias else loaded.arrays[:2]
+
+        made = kind.deferred(
+            read, self._codebook(layer), self._transform(layer), input_dims=layer.in_features,
+            output_dims=layer.out_features, has_bias=has_bias, stack=layer.stack,
+        )  # fmt: skip
         if lazy and not self.loader.adopts:
             self.report.deferred_nbytes += sum(nbytes for _, _, nbytes in layer.parts)
-            return DeferredLinear(
-                lambda: self.loader.load(parts).arrays, codebook, transform,
-                input_dims=layer.in_features, output_dims=layer.out_features, has_bias=layer.bias_dtype is not None,
-            )  # fmt: skip
-        loaded = self.loader.load(parts)
-        weight, scales, *bias = loaded.arrays
-        made = QuantizedLinear(weight, scales, codebook, transform, *bias, input_dims=layer.in_features)
-        if loaded.base is not None:
-            object.__setattr__(made, "rsv_base", loaded.base)
+            return made
+        made.read()
+        if base:
+            object.__setattr__(made, "rsv_base", base[0])
         return made
 
     def dequantized(self, name: str) -> dict[str, mx.array]:
         """The dense weight, and the bias if there is one, with a leading axis if stacked."""
         layer = self.file.layers[name]
-        made = self.layer(layer)
-        shape = (layer.out_features,) if layer.stack == 1 else (layer.stack, layer.out_features)
-        dense = {"weight": made.dequantize().reshape(*shape, layer.in_features)}
-        if "bias" in made:
-            dense["bias"] = made.bias.reshape(shape)
-        return dense
+        dense = self.layer(layer, QuantizedLinear if layer.stack == 1 else QuantizedSwitchLinear)
+        return {"weight": dense.dequantize()} | ({"bias": dense.bias} if dense.has_bias else {})
 
     def shared_arrays(self) -> list[mx.array]:
         """Codebooks' tables and transforms, which are no layer's parameters."""
@@ -268,6 +312,22 @@ def _skeleton(folder: Path, report: LoadReport) -> tuple[Module, dict[str, Any]]
             raise RsvError("unsupported_model", "config.json", f"{type(e).__name__}: {e}") from e
 
 
+def _quantize_skeleton(model: Module, settings: Mapping[str, Any], names: Container[str]) -> None:
+    """Give modules that were saved as MLX had quantized them that form; as lazy as the skeleton's weights."""
+
+    def chosen(path: str, module: Module) -> bool | dict[str, Any]:
+        own = settings.get(path)
+        if f"{path}.scales" not in names or not hasattr(module, "to_quantized"):
+            return False
+        return own if isinstance(own, dict) else True
+
+    try:
+        general = {key: settings[key] for key in ("group_size", "bits", "mode") if key in settings}
+        quantize(model, **general, class_predicate=chosen)
+    except Exception as e:  # a config can be wrong in any way
+        raise RsvError("unsupported_model", "config.json", f"quantization: {type(e).__name__}: {e}") from e
+
+
 def _tokenizer(folder: Path, config: Mapping[str, Any], extra: Mapping[str, Any] | None, report: LoadReport) -> Any:
     from mlx_lm.utils import load_tokenizer
 
@@ -297,6 +357,12 @@ def _cast(array: mx.array, casts: Mapping[mx.Dtype, mx.Dtype], report: LoadRepor
     array = array.astype(dtype)
     report.cast_nbytes += array.nbytes
     return array
+
+
+def _common_dtype(parameters: Mapping[str, mx.array]) -> mx.Dtype | None:
+    """The floating dtype of most of these parameters: that of a model's activations."""
+    floating = Counter(a.dtype for a in parameters.values() if mx.issubdtype(a.dtype, mx.floating))
+    return floating.most_common(1)[0][0] if floating else None
 
 
 @contextlib.contextmanager

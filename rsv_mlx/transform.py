@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import mlx.core as mx
+import numpy as np
 
 import rsv_format
 
@@ -30,7 +31,9 @@ class Transform:
 
     def __init__(self, source: rsv_format.Transform, factors: dict[object, mx.array] | None = None) -> None:
         self.dim, self.hadamard, self.m = source.dim, source.hadamard, source.m
-        self.kind = source.factor
+        self.kind, self.seed = source.factor, source.seed
+        self.signed = source.signs is not None
+        self.witness = np.array(source.stored) if self.kind == "haar" else None
         self.diagonal = None if source.d is None else mx.array(source.d)
         self.by_fft = self.kind == "hartley" and self.m > _DENSE_HARTLEY
         self.factor: mx.array | None = None
@@ -45,6 +48,17 @@ class Transform:
     def arrays(self) -> list[mx.array]:
         """What is held in memory."""
         return [a for a in (self.diagonal, self.factor) if a is not None]
+
+    def to_format(self, persist_rotation: bool = False) -> rsv_format.Transform:
+        """The transform as it is stored: a Haar matrix by its seed, or, with `persist_rotation`, in full."""
+        kind, seed, stored = self.kind, self.seed, self.witness
+        if kind == "matrix" or (kind == "haar" and persist_rotation):
+            kind, seed, stored = "matrix", None, np.asarray(self.factor)
+        values = None if self.diagonal is None else np.array(self.diagonal)
+        signs = None
+        if self.signed and values is not None:
+            signs, values = np.packbits(values < 0, bitorder="little"), None
+        return rsv_format.Transform(self.dim, self.hadamard, signs, values, kind, seed, stored)
 
     def __call__(self, x: mx.array) -> mx.array:
         """x @ T.T, float32 (..., dim) to float32 (..., dim)."""

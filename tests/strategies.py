@@ -374,7 +374,9 @@ def small_file() -> bytes:
 
 FACTORS = (None, "hartley", "matrix", "haar")
 DIAGONALS = (None, "signs", "values")
-NAMES = st.text(st.characters(codec="utf-8", exclude_characters=[chr(c) for c in (*range(32), 127)]), min_size=1, max_size=8)
+NAMES = st.text(
+    st.characters(codec="utf-8", exclude_characters=[chr(c) for c in (*range(32), 127)]), min_size=1, max_size=8
+)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
@@ -408,9 +410,7 @@ def make_factor(kind: str | None, m: int, seed: int) -> dict[str, Any]:
     return {"factor": kind, "seed": seed, "stored": haar_witness(matrix)}
 
 
-def make_transform(
-    seed: int, m: int, n: int, diagonal: str | None = None, factor: str | None = None
-) -> Transform:
+def make_transform(seed: int, m: int, n: int, diagonal: str | None = None, factor: str | None = None) -> Transform:
     rng = np.random.default_rng(seed)
     return Transform(m * n, n, **make_diagonal(rng, diagonal, m * n), **make_factor(factor, m, seed))
 
@@ -498,9 +498,7 @@ def contents(draw: st.DrawFn) -> dict[str, Any]:
             draw(SEEDS), names[1], first.bits, 3, first.transform or first.in_features, centroids=first.codebook
         )
     files = draw(
-        st.lists(
-            st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,10}", fullmatch=True), unique_by=str.lower, max_size=3
-        )
+        st.lists(st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,10}", fullmatch=True), unique_by=str.lower, max_size=3)
     )
     return {
         "layers": chosen,

@@ -15,8 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = {"rsv_format", "rsv_mlx", "rsv_cli", "conformance", "tests"}
 PUBLIC = {
     "CODES", "Attachment", "AttachmentData", "File", "Layer", "LayerData", "QuantizeReport", "RsvError", "Source",
-    "SourceTensor", "Summary", "Tensor", "TensorData", "Transform", "Writer", "open", "open_source", "pack",
-    "quantize", "quantize_layers", "quantize_matrix", "save", "summarize", "unpack", "verify", "write",
+    "SourceTensor", "Summary", "Tensor", "TensorData", "Transform", "Writer", "group_transform", "open",
+    "open_source", "pack", "quantize", "quantize_layers", "quantize_matrix", "save", "share_groups", "summarize",
+    "unpack", "verify", "write",
 }  # fmt: skip
 # conformance is independent of the implementation that it tests, but for what drives it
 DRIVERS = {"conformance/adapters/python.py", "conformance/adapters/faulty.py", "conformance/faulty.py"}
@@ -95,6 +96,7 @@ LAYERS = [
     {"reader": set(), "writer": set()},
     {"verify": set(), "summary": set(), "quantize": set(), "importance": set()},
     {"sources": set()},
+    {"decoder": set()},
     {"synthetic": set()},
     {"convert": set()},
 ]
@@ -111,6 +113,16 @@ def test_modules_import_what_lies_below_them() -> None:
     assert present <= below, "a module that is not in the table"
 
 
+def test_sources_know_of_nothing_but_arrays() -> None:
+    used = {
+        parts[1]
+        for path in sources("rsv_format/sources")
+        for parts in (x.split(".") for x in imports(path))
+        if parts[0] == "rsv_format"
+    }
+    assert "sources" in used and used <= {"sources", "errors", "limits", "layout", "dtypes", "packing"}
+
+
 def test_reader_and_writer_are_strangers() -> None:
     assert "writer" not in modules("reader") and "reader" not in modules("writer")
     assert "reader" in modules("verify") and "verify" not in modules("writer")
@@ -119,7 +131,9 @@ def test_reader_and_writer_are_strangers() -> None:
 def test_public_names() -> None:
     assert set(rsv_format.__all__) == PUBLIC and len(rsv_format.__all__) == len(PUBLIC)
     assert all(hasattr(rsv_format, name) for name in PUBLIC)
-    assert rsv_format.__all__ == sorted(rsv_format.__all__, key=lambda name: (not name.isupper(), name[0].islower(), name))
+    assert rsv_format.__all__ == sorted(
+        rsv_format.__all__, key=lambda name: (not name.isupper(), name[0].islower(), name)
+    )
 
 
 def test_the_front_door_only_imports() -> None:
@@ -135,12 +149,28 @@ def test_every_module_says_what_it_is(path: Path) -> None:
     assert text and len(text.splitlines()[0]) <= 120
 
 
-HEAVY = "mlx mlx_lm gguf safetensors huggingface_hub tokenizers typer rich jsonschema transformers torch rsv_mlx rsv_cli".split()
+HEAVY = [
+    "mlx",
+    "mlx_lm",
+    "gguf",
+    "safetensors",
+    "huggingface_hub",
+    "tokenizers",
+    "typer",
+    "rich",
+    "jsonschema",
+    "transformers",
+    "torch",
+    "rsv_mlx",
+    "rsv_cli",
+]
 
 
 def loaded(program: str) -> set[str]:
     code = f"import sys\n{program}\nprint(*{{name.split('.')[0] for name in sys.modules}})"
-    run = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     return set(run.stdout.split())
 
 

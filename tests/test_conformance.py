@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from rsv_format import pack, rotation, unpack
 from rsv_format.packing import pack_unchecked
 
@@ -32,8 +33,7 @@ def script(name: str, *arguments: str, site: bool = True) -> subprocess.Complete
 
 
 def run(adapter: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # the time limit is for a machine that does nothing else
-    return script("run.py", "--adapter", adapter, "--seconds", "60", *arguments, site=False)
+    return script("run.py", "--adapter", adapter, *arguments, site=False)
 
 
 def floats(digits: list[str]) -> Any:
@@ -48,17 +48,11 @@ def kernel(name: str) -> dict[str, Any]:
 def test_generate_rebuilds_every_file(tmp_path: Path) -> None:
     done = script("generate.py", "--out", str(tmp_path), site=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    folders = {path.parent for path in tmp_path.rglob("*") if path.is_file()}
-    made = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    kept = [path for folder in folders for path in (KIT / folder.relative_to(tmp_path)).iterdir() if path.is_file()]
-    there = {path.relative_to(KIT): path.read_bytes() for path in kept if folder_of(path) or path.name == "manifest.json"}
-    assert made.keys() == there.keys()
-    assert [path for path in made if made[path] != there[path]] == []
-
-
-def folder_of(path: Path) -> str:
-    """The folder below conformance/ that holds a file, empty for the files beside it."""
-    return path.relative_to(KIT).parent.as_posix().strip(".")
+    made = {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()}
+    folders = {path.parts[0] for path in made if len(path.parts) > 1}
+    kept = {path.relative_to(KIT) for folder in folders for path in (KIT / folder).rglob("*")}
+    assert made == kept | {Path("manifest.json")}
+    assert [path for path in made if (tmp_path / path).read_bytes() != (KIT / path).read_bytes()] == []
 
 
 def test_lint() -> None:
@@ -105,16 +99,19 @@ def test_ten_faults_are_planted() -> None:
         ("print('no JSON')", "not JSON"),
         ("os.kill(os.getpid(), 9)", "exit code -9"),
         ("time.sleep(60)", "no answer"),
-        ("b = bytearray(700 * 2**20); print('{}')", "MiB of memory"),
+        ("while time.process_time() < 2: pass", "processor time|no answer"),
+        ("b = b'x' * (600 * 2**20); print('{}')", "MiB of memory"),
         ("print('[]')", "not an object"),
     ],
 )
 def test_a_crash_is_a_failure(tmp_path: Path, body: str, detail: str) -> None:
     adapter = tmp_path / "adapter.py"
     adapter.write_text(f"import os, sys, time\nif sys.argv[1] != 'batch':\n    {body}\n")
-    done = script("run.py", "--adapter", f"{sys.executable} {adapter}", "--seconds", "2", "--only", "valid/empty:verify")
+    done = script(
+        "run.py", "--adapter", f"{sys.executable} {adapter}", "--seconds", "1", "--only", "valid/empty:verify"
+    )
     assert done.returncode == 1
-    assert detail in done.stdout
+    assert re.search(detail, done.stdout)
 
 
 def test_unsupported_is_no_failure(tmp_path: Path) -> None:

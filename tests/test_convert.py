@@ -18,10 +18,10 @@ from rsv_format.dtypes import to_bfloat16, to_float32
 from rsv_format.sources.base import dense_tensor
 
 BLOCK = "model.layers.0"
-Q, K, V, O = (f"{BLOCK}.self_attn.{part}_proj" for part in "qkvo")
+Q, K, V, OUT = (f"{BLOCK}.self_attn.{part}_proj" for part in "qkvo")
 UP, GATE, DOWN = (f"{BLOCK}.mlp.{part}_proj" for part in ("up", "gate", "down"))
 EXPERTS = f"{BLOCK}.mlp.switch_mlp.up_proj"
-LINEAR = [Q, K, V, O, UP, GATE, DOWN, EXPERTS]
+LINEAR = [Q, K, V, OUT, UP, GATE, DOWN, EXPERTS]
 
 
 def tensor(name: str, array: np.ndarray, dtype: str = "f32") -> SourceTensor:
@@ -36,11 +36,13 @@ def model(*, order: int = 1, config: dict[str, Any] | None = None, **changes: np
         return rng.standard_normal(shape).astype(np.float32)
 
     arrays: dict[str, np.ndarray | None] = {
-        f"{Q}.weight": normal(8, 24), f"{K}.weight": normal(4, 24), f"{V}.weight": normal(4, 24), f"{O}.weight": normal(24, 8),
+        f"{Q}.weight": normal(8, 24), f"{K}.weight": normal(4, 24), f"{V}.weight": normal(4, 24),
+        f"{OUT}.weight": normal(24, 8),
         f"{UP}.weight": normal(40, 24), f"{GATE}.weight": normal(40, 24), f"{DOWN}.weight": normal(24, 40),
         f"{EXPERTS}.weight": normal(3, 5, 24), f"{Q}.bias": normal(8), f"{EXPERTS}.bias": normal(3, 5),
         "model.embed_tokens.weight": normal(11, 24), "lm_head.weight": normal(11, 24), "model.norm.weight": normal(24),
-        f"{BLOCK}.input_layernorm.weight": np.exp(normal(24)), f"{BLOCK}.post_attention_layernorm.weight": normal(24) * 0 + 1,
+        f"{BLOCK}.input_layernorm.weight": np.exp(normal(24)),
+        f"{BLOCK}.post_attention_layernorm.weight": normal(24) * 0 + 1,
     }  # fmt: skip
     arrays |= {name.replace("/", "."): array for name, array in changes.items()}
     tensors = {name: tensor(name, array) for name, array in list(arrays.items())[::order] if array is not None}
@@ -83,7 +85,9 @@ def test_all_of_a_model(tmp_path: Path, rotation: str, kind: str, bits: int) -> 
     taken = {f"{name}.{part}" for name in LINEAR for part in ("weight", "bias")}
     assert set(file.tensors) == set(source.tensors) - taken
     for name, kept in file.tensors.items():
-        assert kept.dtype == source.tensors[name].dtype and kept.array.tobytes() == source.tensors[name].read().tobytes()
+        assert (
+            kept.dtype == source.tensors[name].dtype and kept.array.tobytes() == source.tensors[name].read().tobytes()
+        )
     assert file.attachments["config.json"].text() == "{}\n"
     assert file.metadata["quantizer.codebook"] == kind and file.metadata["quantizer.rotation"] == rotation
     assert file.metadata["source"] == "model.x" and file.metadata["source.kind"] == "test"
@@ -94,7 +98,7 @@ def test_layers_with_one_input_share_a_transform(tmp_path: Path) -> None:
     file = quantized(tmp_path / "a.rsv")
     ids = {name: file.layers[name].transform_id for name in LINEAR}
     assert ids[Q] == ids[K] == ids[V] and ids[UP] == ids[GATE]
-    assert len({ids[name] for name in (Q, O, UP, DOWN, EXPERTS)}) == 5
+    assert len({ids[name] for name in (Q, OUT, UP, DOWN, EXPERTS)}) == 5
     x = np.random.default_rng(1).standard_normal(24).astype(np.float32)
     first, second = file.layers[Q].transform, file.layers[UP].transform
     assert first is not None and second is not None and not np.allclose(first.apply(x), second.apply(x))  # other signs
@@ -129,10 +133,10 @@ def test_tied_layers_share_tables(tmp_path: Path) -> None:
     """RSV-814: two layers of equal weights, each a group of its own, have equal transforms without signs."""
     same = np.random.default_rng(1).standard_normal((24, 8)).astype(np.float32)
     other = "model.layers.1.self_attn.o_proj"
-    source = model(**{f"{O}.weight": same, f"{other}.weight": same})
+    source = model(**{f"{OUT}.weight": same, f"{other}.weight": same})
     h = np.arange(1.0, 9)
-    file = quantized(tmp_path / "a", source, rotation="none", importance={O: h, other: h})
-    assert file.layers[O].transform_id == file.layers[other].transform_id is not None
+    file = quantized(tmp_path / "a", source, rotation="none", importance={OUT: h, other: h})
+    assert file.layers[OUT].transform_id == file.layers[other].transform_id is not None
     assert len(file.header.transforms) == 1
 
 
@@ -168,7 +172,7 @@ def test_layers_without_a_file_are_those_of_the_file(tmp_path: Path) -> None:
         (["*.mlp.*"], ["*switch_mlp*"], [UP, GATE, DOWN]),
         ([], ["*proj"], None),
         (["nothing"], [], None),
-        ([Q, "*o_proj"], [Q], [O]),
+        ([Q, "*o_proj"], [Q], [OUT]),
         (["*Q_PROJ"], [], None),
         ([], ["*.self_attn.[!q]_proj", "*mlp*"], [Q]),
     ],
@@ -225,14 +229,23 @@ def test_norm_gains_are_an_importance(tmp_path: Path) -> None:
     given = quantized(tmp_path / "b", source, importance={Q: gain**2, UP: np.ones(24)})
     for name in (Q, K, V, UP, GATE):
         t, u = gains.layers[name].transform, given.layers[name].transform
-        assert t is not None and t.d is not None and u is not None and u.d is not None and np.allclose(t.d, u.d, rtol=1e-5)
+        assert (
+            t is not None and t.d is not None and u is not None and u.d is not None and np.allclose(t.d, u.d, rtol=1e-5)
+        )
     unknown = quantized(tmp_path / "c", model(config={"model_type": "other"}), importance="auto")
     assert all(t.diagonal is not None and t.diagonal.kind == "signs" for t in unknown.header.transforms)
 
 
 @pytest.mark.parametrize(
     "importance",
-    [{Q: np.ones(23)}, {Q: np.full(24, np.nan)}, {Q: -np.ones(24)}, {"x": np.ones(24)}, {}, {EXPERTS: np.ones((3, 25))}],
+    [
+        {Q: np.ones(23)},
+        {Q: np.full(24, np.nan)},
+        {Q: -np.ones(24)},
+        {"x": np.ones(24)},
+        {},
+        {EXPERTS: np.ones((3, 25))},
+    ],
 )
 def test_importances_that_do_not_fit(tmp_path: Path, importance: dict[str, np.ndarray]) -> None:
     with pytest.raises(RsvError) as e:
@@ -318,7 +331,9 @@ def test_progress(tmp_path: Path) -> None:
     quantized(tmp_path / "a", progress=lambda *call: calls.append(call)).close()
     total = sum(weight(model(), name).size for name in LINEAR)
     done = [call[0] for call in calls]
-    assert done == sorted(done) and calls[0][0] == 0 and calls[-1][0] == total and {call[1] for call in calls} == {total}
+    assert (
+        done == sorted(done) and calls[0][0] == 0 and calls[-1][0] == total and {call[1] for call in calls} == {total}
+    )
     assert set(LINEAR) <= {call[2] for call in calls}
 
 
@@ -336,7 +351,7 @@ def test_from_a_safetensors_file(tmp_path: Path) -> None:
     numpy_files = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
     source = model()
     numpy_files.save_file({name: x.float32() for name, x in source.tensors.items()}, tmp_path / "m.safetensors")
-    file = rsv_format.open((quantize(tmp_path / "m.safetensors", tmp_path / "a", importance="none").path))
+    file = rsv_format.open(quantize(tmp_path / "m.safetensors", tmp_path / "a", importance="none").path)
     memory = quantized(tmp_path / "b", source)
     assert all(np.array_equal(file.layers[name].indices, memory.layers[name].indices) for name in LINEAR)
     assert file.metadata["source"] == "m.safetensors"
@@ -374,4 +389,9 @@ def test_bfloat16() -> None:
         ours, theirs = np.abs(back[finite].astype(np.float64) - wide), np.abs(neighbour - wide)
         theirs = np.where(np.isfinite(neighbour), theirs, np.inf)
         assert (ours <= theirs).all() and (near[ours == theirs] % 2 == 0).all()
-    assert to_float32(to_bfloat16(np.array([-0.0, np.inf, -np.inf, 3.4e38], np.float32)), "bf16").tolist() == [0, np.inf, -np.inf, np.inf]
+    assert to_float32(to_bfloat16(np.array([-0.0, np.inf, -np.inf, 3.4e38], np.float32)), "bf16").tolist() == [
+        0,
+        np.inf,
+        -np.inf,
+        np.inf,
+    ]

@@ -79,7 +79,17 @@ def test_grammar(value: bytes) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [b"", b" ", b"\xef\xbb\xbf" + EMPTY, EMPTY + b",", EMPTY + EMPTY, EMPTY + b"\0", b"\0" + EMPTY, EMPTY[:-1], EMPTY[1:]],
+    [
+        b"",
+        b" ",
+        b"\xef\xbb\xbf" + EMPTY,
+        EMPTY + b",",
+        EMPTY + EMPTY,
+        EMPTY + b"\0",
+        b"\0" + EMPTY,
+        EMPTY[:-1],
+        EMPTY[1:],
+    ],
 )
 def test_one_text_and_nothing_else(text: bytes) -> None:
     assert code_of(text) == "invalid_json"
@@ -95,7 +105,8 @@ def test_space_around_tokens(space: bytes) -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        b"\x80", b"\xff", b"\xc0\x80", b"\xc1\xbf", b"\xe0\x80\x80", b"\xed\xa0\x80", b"\xed\xbf\xbf", b"\xf4\x90\x80\x80",
+        b"\x80", b"\xff", b"\xc0\x80", b"\xc1\xbf", b"\xe0\x80\x80", b"\xed\xa0\x80", b"\xed\xbf\xbf",
+        b"\xf4\x90\x80\x80",
         b"\xf8\x88\x80\x80\x80", b"\xe2\x82", b"\xf0\x9f\x98",
     ],
 )  # fmt: skip
@@ -114,7 +125,8 @@ def test_any_code_point_may_stand_in_a_string(good: str) -> None:
     "token",
     [
         b"-0", b"0.0", b"1.0", b"-1.5", b"1e0", b"1E2", b"1e-1", b"1e400", b"-1e400", b"1e99999", b"9007199254740992",
-        b"-9007199254740992", b"9999999999999999", b"10000000000000000", b"1" + b"0" * 400, b"9" * 5000, b"-" + b"9" * 5000,
+        b"-9007199254740992", b"9999999999999999", b"10000000000000000", b"1" + b"0" * 400, b"9" * 5000,
+        b"-" + b"9" * 5000,
         b"0." + b"0" * 5000, b"0e0", b"-0.0", b"-0e1", b"18446744073709551616",
     ],
 )  # fmt: skip
@@ -276,7 +288,7 @@ def test_canonical_json_is_rfc8785(value: Any) -> None:
 
 
 def test_canonical_order_is_that_of_utf16() -> None:
-    tree = {"\U0001f600": 1, "\ufb33": 2, "z": 3, "": 4, "\x7f": "\x00\x1f\x7f\u2028\\\"/\b\f\n\r\t", "é": [], "aa": {}}
+    tree = {"\U0001f600": 1, "\ufb33": 2, "z": 3, "": 4, "\x7f": '\x00\x1f\x7f\u2028\\"/\b\f\n\r\t', "é": [], "aa": {}}
     text = canonical_json({"x": [tree]})
     assert text == rfc8785.dumps({"x": [tree]})
     assert text.index("\U0001f600".encode()) < text.index("\ufb33".encode())
@@ -295,7 +307,9 @@ def full_tree() -> Tree:
         for part in (t["diagonal"], t["factor"]):
             if "sha256" in part:
                 part["sha256"] = "f" * 64
-    tree["transforms"].append({"dim": 4, "hadamard": 1, "diagonal": None, "factor": {"kind": "matrix", "sha256": "a" * 64}})
+    tree["transforms"].append(
+        {"dim": 4, "hadamard": 1, "diagonal": None, "factor": {"kind": "matrix", "sha256": "a" * 64}}
+    )
     tree["extensions"] = {"x": [1, {"y": None}]}
     return tree
 
@@ -333,10 +347,14 @@ def replaced(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 
 ODD_VALUES = [
-    ..., None, True, False, 0, 1, 2, 3, 8, 9, -1, 2**24, 2**24 + 1, 2**31 - 1, 2**31, 65535, 65536, MAX_INTEGER, "", "f32", "bf16",
-    "u8", "signs", "hartley", "haar", "matrix", "a" * 64, "A" * 64, "a" * 63, "a" * 65, "a" * 64 + "\n", "a" * 63 + "é", "x/y", "x/y\n",
-    "/", "a//b", "x" * 255, "x" * 256, "x" * 512, "x" * 513, "\U0001f600" * 255, "\U0001f600" * 512, "\U0001f600" * 513, "a\0", "a\x7f",
-    "a\x1f", "a\n", "..", ".a", "a.", "a b", "CON", "é", [], [None], [0], [0] * 8, [0] * 9, [MAX_INTEGER], [-1], ["a"], ["a", "a"], {},
+    ..., None, True, False, 0, 1, 2, 3, 8, 9, -1, 2**24, 2**24 + 1, 2**31 - 1, 2**31, 65535, 65536, MAX_INTEGER, "",
+    "f32", "bf16",
+    "u8", "signs", "hartley", "haar", "matrix", "a" * 64, "A" * 64, "a" * 63, "a" * 65, "a" * 64 + "\n", "a" * 63 + "é",
+    "x/y", "x/y\n",
+    "/", "a//b", "x" * 255, "x" * 256, "x" * 512, "x" * 513, "\U0001f600" * 255, "\U0001f600" * 512, "\U0001f600" * 513,
+    "a\0", "a\x7f",
+    "a\x1f", "a\n", "..", ".a", "a.", "a b", "CON", "é", [], [None], [0], [0] * 8, [0] * 9, [MAX_INTEGER], [-1], ["a"],
+    ["a", "a"], {},
     {"kind": "hartley"}, {"kind": "signs"}, {"kind": "signs", "sha256": "0" * 64}, {"kind": "haar", "sha256": "0" * 64},
     {"kind": "haar", "seed": -1, "sha256": "0" * 64}, {"kind": "x"}, {"a": "b"}, {"a": 1},
 ]  # fmt: skip
@@ -345,7 +363,8 @@ ODD_VALUES = [
 def test_every_place_with_every_odd_value() -> None:
     tree = full_tree()
     assert agree(tree)
-    results = [agree(replaced(tree, path, value)) for path in places(tree) for value in ODD_VALUES]
+    chosen = [path for path in places(tree) if path[:2] != ("layers", 1)]  # like the first
+    results = [agree(replaced(tree, path, value)) for path in chosen for value in ODD_VALUES]
     assert 0.05 < sum(results) / len(results) < 0.5  # both verdicts are frequent
 
 
@@ -453,11 +472,13 @@ N = 2**18
     "text",
     [
         b"[" * N, b"]" * N, b"{" * N, b"," * N, b'"' * N, b"\\" * N, b'"' + b"\\" * N, b'"a",' * (N // 4), b" " * N,
-        b'"",' * (N // 3), b'"\\"' + b'"' * N, b'"\\"' * (N // 3), b'\\"' * (N // 2), b'"\\"",' * (N // 5), b'"\\n",' * (N // 5),
+        b'"",' * (N // 3), b'"\\"' + b'"' * N, b'"\\"' * (N // 3), b'\\"' * (N // 2), b'"\\"",' * (N // 5),
+        b'"\\n",' * (N // 5),
         b"9" * N, b'"' + b"\\u0061" * (N // 6) + b'"', b'"' + b"\\ud800" * (N // 6) + b'"', b'{"a":0,' * (N // 7),
         inside(b"[" + b"[]," * (N // 3) + b"0]"), inside(b"[" + b"{}," * (N // 3) + b"0]"),
         inside(b"[" + b'"\xf0\x9f\x98\x80",' * (N // 7) + b"0]"), inside(b"[" + b"1.5," * (N // 4) + b"0]"),
-        inside(b"{" + b",".join(b'"%x":0' % i for i in range(N // 9)) + b"}"), inside(b"{" + b'"k":0,' * (N // 6) + b'"k":0}'),
+        inside(b"{" + b",".join(b'"%x":0' % i for i in range(N // 9)) + b"}"),
+        inside(b"{" + b'"k":0,' * (N // 6) + b'"k":0}'),
         inside(b"[" + b"9007199254740992," * (N // 17) + b"0]"),
         compact(tree_of(codebooks=[{"bits": 0, "sha256": ""}] * (N // 24))),
     ],

@@ -23,7 +23,7 @@ nn = pytest.importorskip("mlx.nn")
 import rsv_mlx  # noqa: E402
 from rsv_mlx.adopt import slice_part, window  # noqa: E402
 from rsv_mlx.codebook import Codebook  # noqa: E402
-from rsv_mlx.linear import SharedInput  # noqa: E402
+from rsv_mlx.packed import SharedInput  # noqa: E402
 from rsv_mlx.transform import Transform  # noqa: E402
 
 with warnings.catch_warnings():
@@ -446,17 +446,12 @@ def test_graft_onto_any_module(tmp_path: Path) -> None:
 
 
 def test_layer_of_a_module_that_has_no_packed_form(tmp_path: Path) -> None:
-    from mlx_lm.models.switch_layers import SwitchLinear
-
-    experts, table = matrix(3, 8, 12), matrix(10, 12)
-    layers = [quantize_matrix(experts, name="experts", bits=8), quantize_matrix(table, name="table", bits=8)]
-    rsv_format.write(tmp_path / "m.rsv", layers=layers)
-    box = Box(experts=SwitchLinear(12, 8, 3, bias=False), table=nn.Embedding(10, 12))
+    rsv_format.write(tmp_path / "m.rsv", layers=[quantize_matrix(matrix(3, 8, 12), name="mix", bits=8)])
+    box = Box(mix=nn.Bilinear(12, 8, 3, bias=False))
     _, report = rsv_mlx.load(tmp_path / "m.rsv", model=box, return_report=True)
     with rsv_format.open(tmp_path / "m.rsv") as file:
-        close(box.experts.weight, file.layers["experts"].dequantize())
-        close(box.table.weight, file.layers["table"].dequantize())
-    assert report.dense_nbytes == experts.nbytes + table.nbytes
+        close(box.mix.weight, file.layers["mix"].dequantize())
+    assert report.dense_nbytes == box.mix.weight.nbytes
 
 
 class Renaming(nn.Module):
@@ -606,7 +601,11 @@ def test_adopted_weights_run_and_leave_the_file_alone(tmp_path: Path) -> None:
 
 
 def test_front_door() -> None:
-    assert rsv_mlx.__all__ == ["LoadReport", "QuantizedLinear", "adoption_obstacle", "load", "load_model"]
+    assert rsv_mlx.__all__ == sorted(rsv_mlx.__all__)
+    assert set(rsv_mlx.__all__) == {
+        "LoadReport", "QuantizedEmbedding", "QuantizedLinear", "QuantizedSwitchLinear", "adoption_obstacle", "graft",
+        "load", "load_model", "quantize_model", "save",
+    }  # fmt: skip
 
 
 def test_imports() -> None:

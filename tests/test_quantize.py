@@ -21,11 +21,12 @@ from rsv_format.quantize import (
     _table,
     channel_scales,
     column_squares,
-    make_transform as transform_for,  # noqa: I001
     quantize_rows,
     run_threads,
 )
-
+from rsv_format.quantize import (
+    make_transform as transform_for,  # noqa: I001
+)
 
 MODULE = sys.modules["rsv_format.quantize"]  # the package shows the function of this name
 
@@ -440,7 +441,8 @@ def test_channel_scales_at_the_edges() -> None:
 
 
 @pytest.mark.parametrize(
-    "importance", [np.ones(5), np.ones((1, 6)), np.array([1, 1, 1, 1, 1, np.nan]), np.array([1, 1, np.inf, 1, 1, 1]), -np.ones(6)]
+    "importance",
+    [np.ones(5), np.ones((1, 6)), np.array([1, 1, 1, 1, 1, np.nan]), np.array([1, 1, np.inf, 1, 1, 1]), -np.ones(6)],
 )
 def test_importances_that_do_not_fit(importance: np.ndarray) -> None:
     with pytest.raises(RsvError) as e:
@@ -460,7 +462,8 @@ def test_column_squares_go_over_all_matrices_and_chunks(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "arguments, where",
     [
-        ({"bits": 0}, "bits"), ({"bits": 9}, "bits"), ({"codebook": "nf4"}, "codebook"), ({"rotation": "random"}, "rotation"),
+        ({"bits": 0}, "bits"), ({"bits": 9}, "bits"), ({"codebook": "nf4"}, "codebook"),
+        ({"rotation": "random"}, "rotation"),
         ({"seed": -1}, "seed"), ({"seed": 2**53}, "seed"),
     ],
 )  # fmt: skip
@@ -471,8 +474,10 @@ def test_arguments(arguments: dict[str, Any], where: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "weight", [np.zeros(4, np.float32), np.zeros((2, 4), np.int8), np.zeros((0, 4), np.float32), np.zeros((2, 0), np.float32),
-               np.zeros((1, 1, 1, 4), np.float32), np.zeros((2, 4), np.complex64), np.zeros((65536, 1, 1), np.float32)], ids=str
+    "weight",
+    [np.zeros(4, np.float32), np.zeros((2, 4), np.int8), np.zeros((0, 4), np.float32), np.zeros((2, 0), np.float32),
+               np.zeros((1, 1, 1, 4), np.float32), np.zeros((2, 4), np.complex64),
+               np.zeros((65536, 1, 1), np.float32)], ids=str
 )  # fmt: skip
 def test_weights_of_another_kind(weight: Any) -> None:
     with pytest.raises(RsvError) as e:

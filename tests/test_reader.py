@@ -159,7 +159,13 @@ def changeable() -> list[int]:
 
 def test_every_byte_within_a_digest() -> None:
     for at in set(range(HEADER_NBYTES)) - set(changeable()):
-        for value, code in ((b"a", None), (b"5", None), (b"A", "schema_violation"), (b'"', "invalid_json"), (b"\x80", "invalid_utf8")):
+        for value, code in (
+            (b"a", None),
+            (b"5", None),
+            (b"A", "schema_violation"),
+            (b'"', "invalid_json"),
+            (b"\x80", "invalid_utf8"),
+        ):
             assert outcome(sign(TEXT[:at] + value + TEXT[at + 1 :], BODY)) == code
 
 
@@ -181,7 +187,9 @@ def test_spliced_headers(data: st.DataObject) -> None:
     text = bytearray(TEXT)
     for _ in range(data.draw(st.integers(1, 3))):
         start, stop, at = sorted(data.draw(st.tuples(*[st.integers(0, len(text))] * 3)))
-        piece = data.draw(st.sampled_from([bytes(text[start:stop]), b"", b"1e400", b"-0", b'"a":1,', b"null", b"\\ud800"]))
+        piece = data.draw(
+            st.sampled_from([bytes(text[start:stop]), b"", b"1e400", b"-0", b'"a":1,', b"null", b"\\ud800"])
+        )
         text[start : data.draw(st.sampled_from([start, stop, at]))] = piece
     assert outcome(sign(bytes(text), BODY)) == expected_code(sign(bytes(text), BODY))
 
@@ -190,7 +198,15 @@ def test_spliced_headers(data: st.DataObject) -> None:
 
 
 def layer(**members: Any) -> Tree:
-    plain = {"name": "a", "in_features": 4, "out_features": 1, "stack": 1, "codebook": 0, "transform": None, "bias": None}
+    plain = {
+        "name": "a",
+        "in_features": 4,
+        "out_features": 1,
+        "stack": 1,
+        "codebook": 0,
+        "transform": None,
+        "bias": None,
+    }
     return plain | {"sha256": DIGEST} | members
 
 
@@ -273,7 +289,10 @@ HUGE = 2**53 - 1
         {"tensors": [tensor("a", "f64", [0, 2**50])]},
         {"attachments": [attachment("a", HUGE)]},
         {"attachments": [attachment(f"a{i}", HUGE) for i in range(2**11 + 1)]},  # the sum wraps to little
-        {"codebooks": [{"bits": 8, "sha256": DIGEST}], "layers": [layer(in_features=2**24, out_features=2**31 - 1, stack=65535)]},
+        {
+            "codebooks": [{"bits": 8, "sha256": DIGEST}],
+            "layers": [layer(in_features=2**24, out_features=2**31 - 1, stack=65535)],
+        },
         {
             "codebooks": [BOOK],
             "transforms": [transform(2**24, 1, factor=MATRIX)],
@@ -292,7 +311,8 @@ def test_sizes_beyond_the_file(members: Tree) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, dtype", [([0, HUGE], "u8"), ([HUGE // 8, 0], "f64"), ([0] * 8, "f64"), ([2**26, 0, 2**26], "u8"), ([0], "bool")]
+    "shape, dtype",
+    [([0, HUGE], "u8"), ([HUGE // 8, 0], "f64"), ([0] * 8, "f64"), ([2**26, 0, 2**26], "u8"), ([0], "bool")],
 )
 def test_empty_tensors_within_bounds(shape: list[int], dtype: str) -> None:
     file = assemble(tree_of(tensors=[tensor("a", dtype, shape)]), [b""])
@@ -352,15 +372,19 @@ def test_generated_headers(data: st.DataObject) -> None:
     changed = st.builds(transform, dims, st.sampled_from([1, 2, 4]), diagonals, kinds)
     names = st.sampled_from(["a", "b", "c", "a.weight", "b.bias"])
     rows = st.builds(
-        lambda **members: layer(**members), name=names, in_features=dims | sizes, out_features=st.integers(1, 2**31 - 1) | small.map(lambda n: n + 1),
-        stack=st.integers(1, 3), codebook=small.map(lambda i: i // 2), transform=st.none() | small.map(lambda i: i // 2),
+        lambda **members: layer(**members), name=names, in_features=dims | sizes,
+        out_features=st.integers(1, 2**31 - 1) | small.map(lambda n: n + 1),
+        stack=st.integers(1, 3), codebook=small.map(lambda i: i // 2),
+        transform=st.none() | small.map(lambda i: i // 2),
         bias=st.sampled_from([None, "f32", "bf16"]),
     )  # fmt: skip
     tree = tree_of(
         codebooks=books,
         transforms=data.draw(st.lists(changed, max_size=2)),
         layers=data.draw(st.lists(rows, max_size=3)),
-        tensors=data.draw(st.lists(st.builds(tensor, names, st.sampled_from(["u8", "f64"]), st.lists(small, max_size=3)), max_size=2)),
+        tensors=data.draw(
+            st.lists(st.builds(tensor, names, st.sampled_from(["u8", "f64"]), st.lists(small, max_size=3)), max_size=2)
+        ),
         attachments=data.draw(st.lists(st.builds(attachment, st.sampled_from(["x", "X", "y"]), sizes), max_size=2)),
     )
     code_of_tree(tree)
@@ -487,7 +511,8 @@ def test_nothing_is_read_after_close(path: Path, keep: bool) -> None:
     file.close()
     x = np.ones(6, np.float32)
     for action in (
-        lambda: file.buffer, lambda: a.indices, lambda: a.scales, lambda: a.bias, lambda: a.codebook, lambda: a.transform,
+        lambda: file.buffer, lambda: a.indices, lambda: a.scales, lambda: a.bias, lambda: a.codebook,
+        lambda: a.transform,
         lambda: b.transform, a.unpack, a.dequantize, a.dequantize_rotated, lambda: b.matmul(x), a.bias_float32,
         lambda: n.array, n.float32, lambda: c.data, c.text, lambda: rsv_format.verify(file),
         lambda: rsv_format.save(file, path.with_name("b")), lambda: file.codebook(0), lambda: file.transform(0),
@@ -554,9 +579,17 @@ def test_everything_about_the_small_file() -> None:
         assert (n.dtype, n.shape, n.nbytes, n.array.dtype) == ("bf16", (3,), 6, np.uint16)
         assert n.float32()[:2].tolist() == [1.0, -2.0] and math.isnan(n.float32()[2])
         c = file.attachments["c.json"]
-        assert (c.name, c.media_type, c.nbytes, bytes(c.data), c.text()) == ("c.json", "application/json", 2, b"{}", "{}")
+        assert (c.name, c.media_type, c.nbytes, bytes(c.data), c.text()) == (
+            "c.json",
+            "application/json",
+            2,
+            b"{}",
+            "{}",
+        )
         assert dict(file.metadata) == {"name": "tiny"} and file.header.extensions == {}
-        assert list(file.layers) == ["a", "b"] and len(file.layers) == 2 and "a" in file.layers and "x" not in file.layers
+        assert (
+            list(file.layers) == ["a", "b"] and len(file.layers) == 2 and "a" in file.layers and "x" not in file.layers
+        )
         assert "n" not in file.layers and file.layers.get("x") is None
         assert repr(file) == f"<rsv_format.File: 2 layers, 1 tensors, {len(FILE)} bytes>"
         summary = rsv_format.summarize(file)
@@ -575,7 +608,12 @@ def test_an_error_can_be_pickled() -> None:
     with pytest.raises(RsvError) as e:
         rsv_format.open(b"")
     copy = pickle.loads(pickle.dumps(e.value))
-    assert (copy.code, copy.where, copy.detail, str(copy)) == (e.value.code, e.value.where, e.value.detail, str(e.value))
+    assert (copy.code, copy.where, copy.detail, str(copy)) == (
+        e.value.code,
+        e.value.where,
+        e.value.detail,
+        str(e.value),
+    )
     assert isinstance(copy, ValueError) and copy.phase == "framing"
     with pytest.raises(AssertionError):
         RsvError("unheard_of", "x", "y")
@@ -593,7 +631,8 @@ def rotated_exactly(layer: rsv_format.Layer) -> np.ndarray:
     """RSV-720, element by element."""
     codes = rsv_format.unpack(np.array(layer.indices), layer.bits, layer.in_features)
     return np.array(
-        [[np.float32(s) * layer.codebook[c] for c in row] for s, row in zip(layer.scales, codes, strict=True)], np.float32
+        [[np.float32(s) * layer.codebook[c] for c in row] for s, row in zip(layer.scales, codes, strict=True)],
+        np.float32,
     )
 
 
@@ -714,13 +753,15 @@ def test_hostile_files_cost_little_memory(tmp_path: Path) -> None:
         "schema": text,
         "haar": compact(
             tree_of(
-                codebooks=[BOOK], transforms=[transform(MAX_HAAR, 1, factor=HAAR)],
+                codebooks=[BOOK],
+                transforms=[transform(MAX_HAAR, 1, factor=HAAR)],
                 layers=[layer(in_features=MAX_HAAR, transform=0)],
             )  # fmt: skip
         ),
         "hartley": compact(
             tree_of(
-                codebooks=[BOOK], transforms=[transform(2**24, 1, factor={"kind": "hartley"})],
+                codebooks=[BOOK],
+                transforms=[transform(2**24, 1, factor={"kind": "hartley"})],
                 layers=[layer(in_features=2**24, transform=0)],
             )  # fmt: skip
         ),

@@ -248,7 +248,9 @@ def test_a_haar_factor_beyond_the_limit_is_not_derived() -> None:
     assert e.value.code == "bad_argument"
 
 
-@pytest.mark.parametrize("dim, n", [(1, 1), (2, 2), (3, 1), (12, 4), (576, 64), (4864, 256), (13696, 128), (2**24, 2**24)])
+@pytest.mark.parametrize(
+    "dim, n", [(1, 1), (2, 2), (3, 1), (12, 4), (576, 64), (4864, 256), (13696, 128), (2**24, 2**24)]
+)
 def test_split(dim: int, n: int) -> None:
     assert kronecker_split(dim) == n
 

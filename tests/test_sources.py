@@ -695,13 +695,15 @@ def test_imatrix_in_gguf(tmp_path: Path) -> None:
         "blk.1.attn_q.weight": (np.array([[2.0, 4]]), np.array([[2]])),
         "blk.1.ffn_up_exps.weight": (np.array([[1.0, 2], [0, 0], [5, 4]]), np.array([[1], [0], [2]])),
         "blk.2.attn_q.weight": (np.array([[0.0, 0]]), np.array([[0]])),
-        "odd.weight": (np.array([[1.0]]), np.array([[1]])),
+        "blk.1.unknown.weight": (np.array([[1.0]]), np.array([[1]])),
+        "encoder.weight": (np.array([[1.0]]), np.array([[1]])),
     }
     found = load_imatrix(write_imatrix(tmp_path / "i.gguf", entries))
     assert {name: mean.tolist() for name, mean in found.items()} == {
         "model.layers.1.self_attn.q_proj": [1, 2],
         "model.layers.1.mlp.switch_mlp.up_proj": [2, 2],
         "model.layers.1.block_sparse_moe.switch_mlp.up_proj": [2, 2],
+        "encoder": [1],
     }
     assert all(mean.dtype == np.float32 for mean in found.values())
 

@@ -113,7 +113,16 @@ def test_each_fault(blob: int, at: int, data: bytes, codes: list[str]) -> None:
     assert [code for code, _ in faults(patched(blob, at, data))] == codes
 
 
-PLACES = ["codebook codebooks/0", "diagonal transforms/0", "diagonal transforms/1", "factor transforms/1", "layer a", "layer b", "tensor n", "attachment c.json"]  # fmt: skip
+PLACES = [
+    "codebook codebooks/0",
+    "diagonal transforms/0",
+    "diagonal transforms/1",
+    "factor transforms/1",
+    "layer a",
+    "layer b",
+    "tensor n",
+    "attachment c.json",
+]
 
 
 def test_a_digest_of_each_blob() -> None:
@@ -193,7 +202,9 @@ def with_factor(kind: str, m: int, data: bytes, **members: Any) -> bytes:
     tree: Tree = tree_of(
         codebooks=[{"bits": 1}],
         transforms=[{"dim": m, "hadamard": 1, "diagonal": None, "factor": {"kind": kind, "sha256": "", **members}}],
-        layers=[{"name": "a", "in_features": m, "out_features": 1, "stack": 1, "codebook": 0, "transform": 0, "bias": None}],
+        layers=[
+            {"name": "a", "in_features": m, "out_features": 1, "stack": 1, "codebook": 0, "transform": 0, "bias": None}
+        ],
     )
     layer = bytes(4 * -(-m // 32)).ljust(align(4 * -(-m // 32), 64), b"\0") + f4(1)
     return assemble(tree, [f4(-1) + f4(1), data, layer])
@@ -243,13 +254,21 @@ def test_witnesses() -> None:
     """RSV-610."""
     t = make_transform(0, 6, 1, None, "haar")
     assert t.stored is not None
-    for change, codes in ((0.0, []), (8e-6, []), (-8e-6, []), (1.3e-5, ["haar_witness_mismatch"]), (-1.0, ["haar_witness_mismatch"])):
+    for change, codes in (
+        (0.0, []),
+        (8e-6, []),
+        (-8e-6, []),
+        (1.3e-5, ["haar_witness_mismatch"]),
+        (-1.0, ["haar_witness_mismatch"]),
+    ):
         for at in range(6):
             witness = t.stored.copy()
             witness[at] += np.float32(change)
             file = with_factor("haar", 6, witness.tobytes(), seed=0)
             assert faults(file) == [(code, "factor transforms/0") for code in codes]
-    assert faults(with_factor("haar", 6, t.stored.tobytes(), seed=1)) == [("haar_witness_mismatch", "factor transforms/0")]
+    assert faults(with_factor("haar", 6, t.stored.tobytes(), seed=1)) == [
+        ("haar_witness_mismatch", "factor transforms/0")
+    ]
 
 
 def test_a_factor_that_fails_is_not_used_either() -> None:
@@ -299,7 +318,11 @@ def test_padding_of_signs(dim: int) -> None:
 
 def test_messages_say_where() -> None:
     values = np.array([1, 2, np.nan, np.inf], np.float32)
-    for found in (floats_faults(values, "x"), diagonal_faults(Transform(4, values=values), "x"), codebook_faults(values, "x")):
+    for found in (
+        floats_faults(values, "x"),
+        diagonal_faults(Transform(4, values=values), "x"),
+        codebook_faults(values, "x"),
+    ):
         fault = next(found)
         assert (fault.code, fault.where, fault.detail) == ("nonfinite_value", "x", "element 2 is nan")
     assert codes(floats_faults(None, "x")) == [] and codes(factor_faults(Transform(4), "x")) == []
@@ -320,7 +343,7 @@ def test_progress_goes_up_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     for chunk in (8 * 2**20, 10):
         monkeypatch.setattr(sys.modules["rsv_format.verify"], "_CHUNK", chunk)
         calls: list[tuple[int, int, str]] = []
-        rsv_format.verify(small_file(), progress=lambda *call: calls.append(call))
+        rsv_format.verify(small_file(), progress=lambda *call, calls=calls: calls.append(call))
         done = [call[0] for call in calls]
         assert done == sorted(done) and calls[-1] == (16384, 16384, "") and {call[1] for call in calls} == {16384}
         assert {"codebooks/0", "a", "b", "n", "c.json"} <= {call[2] for call in calls}

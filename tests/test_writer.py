@@ -35,8 +35,17 @@ from strategies import (
 
 import rsv_format
 from rsv_format import AttachmentData, LayerData, RsvError, TensorData, Transform, Writer, write
-from rsv_format.header import CodebookEntry, FactorEntry, Header, LayerEntry, TensorEntry, TransformEntry
+from rsv_format.header import (
+    AttachmentEntry,
+    CodebookEntry,
+    FactorEntry,
+    Header,
+    LayerEntry,
+    TensorEntry,
+    TransformEntry,
+)
 from rsv_format.rotation import haar, haar_witness
+from rsv_format.writer import transform_entry
 
 WITNESS = haar_witness(haar(3, 1))
 
@@ -45,9 +54,15 @@ def sample() -> dict[str, Any]:
     """Arguments of `write` that use every method of the writer more than once."""
     t = make_transform(1, 3, 4, "values", "haar")
     u = make_transform(2, 5, 2, "signs", "matrix")
+    numbers, nothing = np.arange(6, dtype=np.float32).reshape(2, 3), np.zeros((0, 2), np.uint8)
+    layers = [
+        make_layer(1, "b", 3, 2, t, bias="bf16"),
+        make_layer(2, "a", 4, 5, u, stack=2),
+        make_layer(3, "c", 1, 1, 40),
+    ]
     return {
-        "layers": [make_layer(1, "b", 3, 2, t, bias="bf16"), make_layer(2, "a", 4, 5, u, stack=2), make_layer(3, "c", 1, 1, 40)],
-        "tensors": {"n": TensorData("f32", np.arange(6, dtype=np.float32).reshape(2, 3)), "m": TensorData("u8", np.zeros((0, 2), "u1"))},
+        "layers": layers,
+        "tensors": {"n": TensorData("f32", numbers), "m": TensorData("u8", nothing)},
         "attachments": {"z.json": AttachmentData("application/json", b"{}"), "Y": AttachmentData("a/b", b"")},
         "metadata": {"name": "x", "é": "\n"},
         "extensions": {"org.example.x": {"b": [1, None], "a": {}}},
@@ -103,7 +118,13 @@ def test_the_canonical_rules(tmp_path: Path) -> None:
 def test_names_are_sorted_by_code_points(tmp_path: Path) -> None:
     """RSV-812, unlike the members of RSV-811."""
     names = ["\U0001f600", "\ufb33", "a", "B", "é"]
-    data = written(tmp_path / "a", {"tensors": {name: TensorData("u8", np.zeros(1, "u1")) for name in names}, "metadata": dict.fromkeys(names, "")})  # fmt: skip
+    data = written(
+        tmp_path / "a",
+        {
+            "tensors": {name: TensorData("u8", np.zeros(1, "u1")) for name in names},
+            "metadata": dict.fromkeys(names, ""),
+        },
+    )
     tree = json.loads(data[64 : 64 + struct.unpack_from("<Q", data, 16)[0]])
     assert [x["name"] for x in tree["tensors"]] == ["B", "a", "é", "\ufb33", "\U0001f600"]
     assert list(tree["metadata"]) == ["B", "a", "é", "\U0001f600", "\ufb33"]
@@ -132,7 +153,10 @@ def test_equal_tables_are_stored_once_and_others_are_not(tmp_path: Path) -> None
 def test_content_is_not_simplified(tmp_path: Path) -> None:
     """RSV-815."""
     t = Transform(4, 1, values=np.ones(4, np.float32))
-    layers = [replace(make_layer(1, "a", 1, 2, t, bias="f32"), bias=np.zeros(2, np.float32)), make_layer(1, "b", 1, 2, Transform(4))]
+    layers = [
+        replace(make_layer(1, "a", 1, 2, t, bias="f32"), bias=np.zeros(2, np.float32)),
+        make_layer(1, "b", 1, 2, Transform(4)),
+    ]
     with rsv_format.open(written(tmp_path / "a", {"layers": layers})) as file:
         assert file.layers["a"].transform is not None and file.layers["a"].transform.diagonal == "values"
         assert file.layers["b"].transform is not None and file.layers["b"].transform.diagonal is None
@@ -140,7 +164,9 @@ def test_content_is_not_simplified(tmp_path: Path) -> None:
 
 
 def test_tuples_are_arrays(tmp_path: Path) -> None:
-    first, second = (written(tmp_path / "a", {"extensions": {"x": kind([{"b": 1, "a": kind([2])}])}}) for kind in (list, tuple))
+    first, second = (
+        written(tmp_path / "a", {"extensions": {"x": kind([{"b": 1, "a": kind([2])}])}}) for kind in (list, tuple)
+    )
     assert first == second
 
 
@@ -155,7 +181,10 @@ def test_layouts_of_arrays_do_not_matter(tmp_path: Path) -> None:
         return wide[..., 0]
 
     content["layers"] = [
-        replace(x, indices=odd(x.indices), scales=odd(x.scales), bias=None if x.bias is None else odd(x.bias), codebook=odd(x.codebook))
+        replace(
+            x, indices=odd(x.indices), scales=odd(x.scales), codebook=odd(x.codebook),
+            bias=None if x.bias is None else odd(x.bias),
+        )
         for x in content["layers"]
     ]  # fmt: skip
     content["tensors"] = {name: TensorData(x.dtype, odd(x.array)) for name, x in content["tensors"].items()}
@@ -197,7 +226,8 @@ INF = np.float32(np.inf)
         {"scales": np.ones(3, np.float32)}, {"scales": np.ones((2, 1), np.float32)}, {"scales": np.ones(2)},
         {"stack": 3}, {"stack": 0}, {"stack": -1}, {"scales": np.ones(0, np.float32)},
         {"bias": np.zeros(3, np.float32)}, {"bias": np.zeros(2, np.float16)}, {"bias": None}, {"bias_dtype": None},
-        {"bias_dtype": "bf16"}, {"codebook": CENTROIDS[:5]}, {"codebook": CENTROIDS[:4]}, {"codebook": np.arange(16, dtype=np.float32)},
+        {"bias_dtype": "bf16"}, {"codebook": CENTROIDS[:5]}, {"codebook": CENTROIDS[:4]},
+        {"codebook": np.arange(16, dtype=np.float32)},
         {"codebook": CENTROIDS[:1]}, {"in_features": 33, "transform": None},
         {"transform": replace(make_transform(1, 3, 2, None, "matrix"), stored=None)},
         {"transform": replace(make_transform(1, 3, 2, "values"), values=np.ones(5, np.float32))},
@@ -220,7 +250,8 @@ def test_arrays_that_do_not_fit(tmp_path: Path, changes: dict[str, Any]) -> None
         {"bias": np.array([0x7F80, 0], np.uint16), "bias_dtype": "bf16"},
         {"bias": np.array([0, np.inf], np.float16), "bias_dtype": "f16"},
         {"codebook": CENTROIDS[::-1]}, {"codebook": np.zeros(8, np.float32)},
-        {"codebook": np.array([*range(7), np.inf], np.float32)}, {"codebook": np.array([np.nan, *range(7)], np.float32)},
+        {"codebook": np.array([*range(7), np.inf], np.float32)},
+        {"codebook": np.array([np.nan, *range(7)], np.float32)},
         {"codebook": np.array([*range(6), np.inf, np.inf], np.float32)},
         {"transform": Transform(6, 2, signs=np.array([0x40], np.uint8))},
         {"transform": Transform(6, 2, values=np.array([1, 2, 3, 0, 4, 5], np.float32))},
@@ -293,7 +324,8 @@ def test_an_extension_that_nests_too_deeply(tmp_path: Path) -> None:
 
 
 HEADER = Header(
-    codebooks=(CodebookEntry(1),), layers=(LayerEntry("a", 4, 1, 1, 0, None, None),), tensors=(TensorEntry("n", "u8", (2,)),)
+    codebooks=(CodebookEntry(1),), layers=(LayerEntry("a", 4, 1, 1, 0, None, None),),
+    tensors=(TensorEntry("n", "u8", (2,)),)
 )  # fmt: skip
 
 
@@ -317,7 +349,8 @@ def test_blobs_that_were_never_written(tmp_path: Path, left_out: str) -> None:
 
 def test_streaming_in_any_order(tmp_path: Path) -> None:
     steps: list[Callable[[Writer], None]] = [
-        lambda w: w.codebook(0, layer_a().codebook), lambda w: w.layer(layer_a()), lambda w: w.tensor("n", np.ones(2, np.uint8)),
+        lambda w: w.codebook(0, layer_a().codebook), lambda w: w.layer(layer_a()),
+        lambda w: w.tensor("n", np.ones(2, np.uint8)),
     ]  # fmt: skip
     files = []
     for i, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 0, 2, 1])):
@@ -326,6 +359,42 @@ def test_streaming_in_any_order(tmp_path: Path) -> None:
                 steps[step](writer)
         files.append((tmp_path / str(i)).read_bytes())
     assert files[0] == files[1] == files[2] and rsv_format.verify(files[0]) == []
+
+
+def test_a_header_in_any_order_is_written_canonically(tmp_path: Path) -> None:
+    """RSV-812, RSV-813: tables by first use, although the caller's are the other way round."""
+    content = sample()
+    wanted = written(tmp_path / "a", content)
+    layers = sorted(content["layers"], key=lambda layer: layer.name, reverse=True)
+    rotated = [layer for layer in layers if layer.transform is not None]
+    entries = [
+        LayerEntry(
+            x.name, x.in_features, x.scales.size // x.stack, x.stack, i,
+            rotated.index(x) if x.transform is not None else None, x.bias_dtype,
+        )
+        for i, x in enumerate(layers)
+    ]  # fmt: skip
+    header = Header(
+        tuple(CodebookEntry(x.bits) for x in layers),
+        tuple(transform_entry(x.transform) for x in rotated),
+        tuple(entries),
+        tuple(TensorEntry(name, x.dtype, x.array.shape) for name, x in content["tensors"].items()),
+        tuple(AttachmentEntry(name, x.media_type, len(x.data)) for name, x in content["attachments"].items()),
+        content["metadata"],
+        (),
+        content["extensions"],
+    )
+    with Writer(tmp_path / "b", header) as writer:
+        for i, x in enumerate(layers):
+            writer.codebook(i, x.codebook)
+            writer.layer(x)
+        for i, x in enumerate(rotated):
+            writer.transform(i, x.transform)
+        for name, tensor in content["tensors"].items():
+            writer.tensor(name, tensor.array)
+        for name, attachment in content["attachments"].items():
+            writer.attachment(name, attachment.data)
+    assert (tmp_path / "b").read_bytes() == wanted
 
 
 @pytest.mark.parametrize(
@@ -360,8 +429,13 @@ def test_what_the_header_does_not_say_is_not_written(tmp_path: Path, action: Cal
         ({"codebooks": (CodebookEntry(9),)}, "schema_violation"),
         ({"requires": ("x",)}, "unsupported_feature"),
         ({"tensors": (TensorEntry("n", "f64", (2**53 - 1, 8)),)}, "file_extent"),
-        ({"layers": (replace(HEADER.layers[0], transform=0),), "transforms": (TransformEntry(4, 1, None, FactorEntry("haar")),)},
-         "schema_violation"),
+        (
+            {
+                "layers": (replace(HEADER.layers[0], transform=0),),
+                "transforms": (TransformEntry(4, 1, None, FactorEntry("haar")),),
+            },
+            "schema_violation",
+        ),
     ],
 )  # fmt: skip
 def test_headers_that_no_reader_would_take(tmp_path: Path, changes: dict[str, Any], code: str) -> None:
@@ -406,7 +480,9 @@ def fragile(monkeypatch: pytest.MonkeyPatch) -> type[Fragile]:
     return Fragile
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), MemoryError()], ids=repr)
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), MemoryError()], ids=repr
+)
 def test_a_failure_at_each_write(
     tmp_path: Path, fragile: type[Fragile], monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:

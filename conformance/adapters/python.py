@@ -11,6 +11,7 @@ import tempfile
 from typing import Any
 
 import numpy as np
+
 import rsv_format
 from rsv_format import RsvError
 

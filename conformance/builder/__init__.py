@@ -6,6 +6,8 @@ Modules, bottom up:
 - kernel: floats, packing, SplitMix64, Haar, Hadamard, Hartley (SPEC 5 to 7)
 - doc: a file as a header tree and blobs, and its bytes (SPEC 2 to 4, 8)
 - expect: what an adapter must print of a file (PROTOCOL.md)
-- cases: the list of cases; recipe: large files as text
-- valid, invalid, order, encode, kernels: the cases themselves
+- cases: what a case is, the codes and the flags; recipe: large files as text
+- valid: files to accept;  fault: what the files to refuse share
+- framing, text, structure, reference, payload: files to refuse, by phase;  order: two faults
+- encode: content in, bytes out;  kernels: tables of values
 """

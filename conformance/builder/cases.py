@@ -38,7 +38,7 @@ FLAGS = {
     "bomb": "Declares or implies far more than it holds; refusing it must not cost memory or time.",
     "large": "A file of many bytes, stored as a recipe.",
     "edge": "Lies exactly on a limit, on its legal side.",
-    "parser-trap": "Legal or illegal where common JSON parsers, regular expressions or languages differ.",
+    "parser-trap": "Where common parsers, regular expressions, compilers or languages go another way.",
     "derived": "The fault shows when a factor is derived for use (dequantize) as well as in verify.",
 }
 

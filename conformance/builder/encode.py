@@ -97,7 +97,7 @@ def all_cases(cases: Cases) -> None:
     # names that UTF-16 order and code point order sort differently, as layers, tensors and keys
     doc = Doc()
     doc.codebook(2, f32_bytes([-1.5, -0.5, 0.5, 1.5]))
-    names = ["B", "a", "a.b", "\u00e9", "\ue000", "\uffff", "\U0001F600"]
+    names = ["B", "a", "a.b", "\u00e9", "\ue000", "\uffff", "\U0001f600"]
     for k, name in enumerate(names):
         doc.layer(name, 3, 1, 0, layer_blob([[k % 4, 1, 2]], 2, f32_bytes([0.5])))
     for k, name in enumerate(sorted(names, key=lambda name: name + ".t")):
@@ -107,7 +107,13 @@ def all_cases(cases: Cases) -> None:
     tree = content(doc)
     tree["layers"] = tree["layers"][3:] + tree["layers"][:3]
     tree["tensors"].reverse()
-    add("code-points-and-utf-16", doc, ["RSV-811", "RSV-812"], "names that code points and UTF-16 units sort differently", tree)
+    add(
+        "code-points-and-utf-16",
+        doc,
+        ["RSV-811", "RSV-812"],
+        "names that code points and UTF-16 units sort differently",
+        tree,
+    )
 
     doc = Doc()
     doc.header["metadata"] = {
@@ -143,7 +149,12 @@ def all_cases(cases: Cases) -> None:
     for k, (c, t) in enumerate([(0, 0), (1, 1), (0, 2), (1, None)]):
         data = layer_blob([[0, 1, 0]], 1, f32_bytes([0.0]), bias_bytes("bf16", [0.0]) if k else b"")
         doc.layer(f"l{k}", 3, 1, c, data, transform=t, bias="bf16" if k else None)
-    add("not-simplified", doc, ["RSV-814", "RSV-815"], "-0 and 0 in codebooks, transforms that are the identity, biases of 0")
+    add(
+        "not-simplified",
+        doc,
+        ["RSV-814", "RSV-815"],
+        "-0 and 0 in codebooks, transforms that are the identity, biases of 0",
+    )
 
     doc = Doc()
     doc.tensor("a", "f64", [], bytes(8))
@@ -164,37 +175,95 @@ def all_cases(cases: Cases) -> None:
         return tree
 
     one = content(example)["layers"][0]
-    refuse("scale-nan", "nonfinite_value", ["RSV-606"], changed(example, lambda t: t["layers"][0].update(scales=["7fc00000", "3f800000"])),
-           "a scale is NaN", "spec-example")  # fmt: skip
-    refuse("bias-inf", "nonfinite_value", ["RSV-606"],
-           changed(example, lambda t: t["layers"][0].update(bias={"dtype": "f16", "values": ["7c00", "bc00"]})), "a bias is infinite",
-           "spec-example")  # fmt: skip
+    refuse(
+        "scale-nan",
+        "nonfinite_value",
+        ["RSV-606"],
+        changed(example, lambda t: t["layers"][0].update(scales=["7fc00000", "3f800000"])),
+        "a scale is NaN",
+        "spec-example",
+    )
+    refuse(
+        "bias-inf",
+        "nonfinite_value",
+        ["RSV-606"],
+        changed(example, lambda t: t["layers"][0].update(bias={"dtype": "f16", "values": ["7c00", "bc00"]})),
+        "a bias is infinite",
+        "spec-example",
+    )
     falling = {"bits": 2, "centroids": one["codebook"]["centroids"][::-1]}
-    refuse("codebook-falling", "codebook_order", ["RSV-608"], changed(example, lambda t: t["layers"][0].update(codebook=falling)),
-           "falling centroids", "spec-example")  # fmt: skip
-    refuse("two-layers-one-name", "duplicate_name", ["RSV-409"], changed(pair, lambda t: t["layers"][1].update(name="a")), "two layers of one name",
-           "shared")  # fmt: skip
-    refuse("name-empty", "schema_violation", ["RSV-302"], changed(pair, lambda t: t["tensors"][0].update(name="")), "a tensor without a name", "shared")
+    refuse(
+        "codebook-falling",
+        "codebook_order",
+        ["RSV-608"],
+        changed(example, lambda t: t["layers"][0].update(codebook=falling)),
+        "falling centroids",
+        "spec-example",
+    )
+    refuse(
+        "two-layers-one-name",
+        "duplicate_name",
+        ["RSV-409"],
+        changed(pair, lambda t: t["layers"][1].update(name="a")),
+        "two layers of one name",
+        "shared",
+    )
+    refuse(
+        "name-empty",
+        "schema_violation",
+        ["RSV-302"],
+        changed(pair, lambda t: t["tensors"][0].update(name="")),
+        "a tensor without a name",
+        "shared",
+    )
 
     def zero(tree: dict[str, Any]) -> None:
         tree["layers"][0]["transform"]["diagonal"]["values"][3] = "00000000"
 
-    refuse("diagonal-zero", "zero_diagonal", ["RSV-607"], changed(valid.base_matrix(), zero), "a value of the diagonal is 0", "matrix")
+    refuse(
+        "diagonal-zero",
+        "zero_diagonal",
+        ["RSV-607"],
+        changed(valid.base_matrix(), zero),
+        "a value of the diagonal is 0",
+        "matrix",
+    )
 
     def shear(tree: dict[str, Any]) -> None:
         tree["layers"][0]["transform"]["factor"]["values"] = ["3f800000"] * 9
 
-    refuse("matrix-of-ones", "not_orthogonal", ["RSV-609"], changed(valid.base_matrix(), shear), "a factor of ones", "matrix")
+    refuse(
+        "matrix-of-ones",
+        "not_orthogonal",
+        ["RSV-609"],
+        changed(valid.base_matrix(), shear),
+        "a factor of ones",
+        "matrix",
+    )
 
     def other(tree: dict[str, Any]) -> None:
         tree["layers"][0]["transform"]["factor"]["witness"] = [f32_hex(v) for v in witness(haar(3, 43))]
 
-    refuse("witness-other", "haar_witness_mismatch", ["RSV-610"], changed(valid.base_haar(), other), "the witness of another seed", "haar")
+    refuse(
+        "witness-other",
+        "haar_witness_mismatch",
+        ["RSV-610"],
+        changed(valid.base_haar(), other),
+        "the witness of another seed",
+        "haar",
+    )
 
     def width(tree: dict[str, Any]) -> None:
         tree["layers"][0]["transform"].update(hadamard=4)
 
-    refuse("hadamard-4-of-6", "transform_shape", ["RSV-401"], changed(example, width), "H_4 in a transform of order 6", "spec-example")
+    refuse(
+        "hadamard-4-of-6",
+        "transform_shape",
+        ["RSV-401"],
+        changed(example, width),
+        "H_4 in a transform of order 6",
+        "spec-example",
+    )
 
 
 def _dump(tree: dict[str, Any]) -> bytes:

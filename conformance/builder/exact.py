@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import decimal
-from functools import lru_cache
+from functools import cache
 
 _BITS = 160
 _ONE = 1 << _BITS
@@ -23,7 +23,7 @@ def _arctan_inverse(x: int) -> int:
 _PI = 4 * (4 * _arctan_inverse(5) - _arctan_inverse(239))
 
 
-@lru_cache(maxsize=None)
+@cache
 def turn(numerator: int, denominator: int) -> tuple[float, float]:
     """(cos, sin) of 2 pi numerator / denominator, each rounded once."""
     numerator %= denominator

@@ -158,7 +158,6 @@ class Transform:
             self.F = [flat[self.m * j : self.m * (j + 1)] for j in range(self.m)]
         elif kind == "haar":
             self.F = haar(self.m, entry["factor"]["seed"])
-        self.is_identity = self.n == 1 and kind is None and all(v == 1 for v in self.d)
 
     def _rotate(self, v: list[float], transpose: bool) -> list[float]:
         m, n = self.m, self.n
@@ -193,7 +192,6 @@ def dequantize(doc: Doc, *, y: bool = True) -> dict[str, Any]:
         rotated = [[f32(s * book[c]) for c in row] for row, s in zip(part["codes"], part["scales"], strict=True)]
         rows, columns = sampled_rows(len(rotated)), sampled_columns(n)
         x = input_vector(n)
-        exact = T is None or T.is_identity
         tx = x if T is None else T.activation(x)
         xd = x if T is None else [a * b for a, b in zip(x, T.d, strict=True)]
         bias = part["bias"]
@@ -209,7 +207,7 @@ def dequantize(doc: Doc, *, y: bool = True) -> dict[str, Any]:
                 for r in rows
             ] if y else None,
             "bounds": {
-                "exact": exact,
+                "exact": T is None,
                 "d": None if plain or T is None else [f32_hex(T.d[c]) for c in columns],
                 "norm_w": [f32_hex(norm(rotated[r])) for r in rows] if y else None,
                 "norm_xd": f32_hex(norm(xd)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from builder.exact import ln, turn
 
@@ -69,7 +69,7 @@ def normal_pair(seed: int, k: int) -> tuple[float, float]:
     return r * cos, r * sin
 
 
-@lru_cache(maxsize=None)
+@cache
 def haar(m: int, seed: int, sign_fix: bool = True) -> tuple[tuple[float, ...], ...]:
     """RSV-712: Q in binary64, by Gram and Schmidt, twice; the diagonal of U is positive by construction."""
     g = [v for k in range(-(-m * m // 2)) for v in normal_pair(seed, k)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from builder import expect
 from builder.cases import Case, Cases
-from builder.doc import DTYPE_NBYTES, Doc, bias_bytes, canonical, layer_blob
+from builder.doc import DTYPE_NBYTES, Doc, bias_bytes, layer_blob
 from builder.kernel import Rng, f32, f32_bytes, haar, witness
 from builder.recipe import squeeze
 
@@ -59,6 +59,7 @@ def possible(kind: tuple[str, str] | None, in_features: int) -> bool:
 
 def pairwise() -> list[list[Any]]:
     """Rows of values such that every possible pair of values of two parameters is in one of them."""
+
     def fits(row: list[Any]) -> bool:
         return possible(row[1], row[5])
 
@@ -260,7 +261,9 @@ def bases(cases: Cases) -> None:
     add(cases, "base-matrix", base_matrix(), ["RSV-706", "RSV-708"], "values on the diagonal and a stored factor")
     add(cases, "base-haar", base_haar(), ["RSV-707", "RSV-712", "RSV-713"], "a derived factor: the one of SPEC 7.3")
     for bits in (1, 3, 8):
-        add(cases, f"base-padding-b{bits}", base_padding(bits), ["RSV-511"], f"31 padding codes of {bits} bits in a row")
+        add(
+            cases, f"base-padding-b{bits}", base_padding(bits), ["RSV-511"], f"31 padding codes of {bits} bits in a row"
+        )
 
 
 def tables(cases: Cases) -> None:
@@ -292,7 +295,9 @@ def tables(cases: Cases) -> None:
     doc.transform(10, 2, None, factor("matrix", 5, rng))
     doc.transform(24, 4, diagonal("signs", 24, rng), factor("hartley", 6, rng))
     doc.transform(10, 1, None, None)
-    for k, (book, t, n, bits) in enumerate([(2, 1, 10, 4), (0, 0, 24, 5), (1, 2, 24, 1), (0, 3, 10, 5), (1, None, 7, 1)]):
+    for k, (book, t, n, bits) in enumerate(
+        [(2, 1, 10, 4), (0, 0, 24, 5), (1, 2, 24, 1), (0, 3, 10, 5), (1, None, 7, 1)]
+    ):
         codes = [[rng.below(2**bits) for _ in range(n)] for _ in range(2)]
         scales = f32_bytes([rng.real(0.1, 1), rng.real(0.1, 1)])
         bias = [None, "f32", "f16", "bf16", None][k]
@@ -325,7 +330,18 @@ def numbers(cases: Cases) -> None:
           "steps of a tenth: equal as f32 arithmetic goes, not uniform in binary64")  # fmt: skip
     books("uniform-not-by-an-ulp", [0.0, 1.0, 2.0, 3.0000002384185791015625], ["RSV-521"],
           "the last centroid is one unit in the last place off")  # fmt: skip
-    books("uniform-one-bit", [0.1, 0.30000001192092896], ["RSV-521"], "two centroids are always uniform", bits=1)
+    books(
+        "uniform-one-bit",
+        [0.1, 0.30000001192092896],
+        ["RSV-521"],
+        "two centroids, uniform as nearly all pairs are",
+        bits=1,
+    )
+    books(
+        "uniform-one-bit-not", [f32(-1e30), 1.0], ["RSV-521"], "two centroids: -1e30 + (1 + 1e30) is 0, not 1", bits=1
+    )
+    books("uniform-fused-only", [f32(-1.2 * 2.0**-52), 1.5, 3.0, 4.5], ["RSV-521"],
+          "uniform if multiply and add were fused, not if each is rounded", flags=["parser-trap"])  # fmt: skip
     books("centroids-subnormal", [-2.0**-149, 0.0, 2.0**-149, 2.0**-148], ["RSV-520", "RSV-608", "RSV-720"],
           "the smallest numbers there are; half of 2^-149 rounds to 0, to even", flags=["edge"])  # fmt: skip
     big = struct.unpack("<f", b"\xff\xff\x7f\x7f")[0]
@@ -346,7 +362,7 @@ def numbers(cases: Cases) -> None:
     scales("scales-subnormal", [2.0**-149, 3 * 2.0**-148, 2.0**-126, -(2.0**-127)], ["RSV-532", "RSV-720"],
            "subnormal scales and products: rounded once, to even, not flushed", flags=["edge"])  # fmt: skip
     scales("scales-rounding", [f32(1 / 3), f32(2 / 7), f32(1.1), f32(1e-20)], ["RSV-720"], "products that round")
-    scales("scales-overflow", [3e38, -3e38, 1.0], ["RSV-720", "RSV-802"],
+    scales("scales-overflow", [3e38, -3e38, 1.0], ["RSV-720", "RSV-723", "RSV-802"],
            "scale times centroid overflows: a writer should not, a reader yields infinity", y=False)  # fmt: skip
     for dtype, words, what in (
         ("f16", [0x0001, 0x83FF, 0x7BFF, 0xFBFF, 0x8000, 0x3C01], "subnormal, largest, -0, 1 + 2^-10"),
@@ -396,6 +412,8 @@ def transforms(cases: Cases) -> None:
         "a Hartley factor of a large prime order: the matrix must not be built")  # fmt: skip
     one("matrix-permutation", 12, 4, None, ("matrix", f32_bytes([0, 1, 0, 0, 0, 1, 1, 0, 0])),
         ["RSV-706", "RSV-708"], "a cyclic permutation, the simplest factor that is not its own inverse")  # fmt: skip
+    one("matrix-identity", 6, 2, None, ("matrix", f32_bytes([1, 0, 0, 0, 1, 0, 0, 0, 1])), ["RSV-706", "RSV-815"],
+        "a stored factor that is the identity")  # fmt: skip
     one("matrix-reflection", 6, 2, None, ("matrix", f32_bytes([-1, 0, 0, 0, 1, 0, 0, 0, 1])), ["RSV-706"],
         "a factor of determinant -1")  # fmt: skip
     F = [1.0, 0.0, 9e-5, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
@@ -476,11 +494,25 @@ def tensors(cases: Cases) -> None:
 def texts(cases: Cases) -> None:
     """Legal JSON in forms that are not canonical."""
     doc = spec_example()
-    def variant(id: str, text: bytes, rules: list[str], what: str, *, of: Doc = doc, flags: tuple[str, ...] = ()) -> None:
-        add(cases, id, of, rules, what, text=text, flags=["non-canonical", *flags], base="spec-example" if of is doc else None)
+
+    def variant(
+        id: str, text: bytes, rules: list[str], what: str, *, of: Doc = doc, flags: tuple[str, ...] = ()
+    ) -> None:
+        add(
+            cases,
+            id,
+            of,
+            rules,
+            what,
+            text=text,
+            flags=["non-canonical", *flags],
+            base="spec-example" if of is doc else None,
+        )
 
     loose = json.dumps(doc.header, indent="\t", separators=(" ,\r\n", " : ")).encode()
-    variant("json-white-space", b" \t\r\n" + loose + b"\r\n\t ", ["RSV-209"], "white space of all four kinds around tokens")
+    variant(
+        "json-white-space", b" \t\r\n" + loose + b"\r\n\t ", ["RSV-209"], "white space of all four kinds around tokens"
+    )
 
     def backwards(node: Any) -> Any:
         if isinstance(node, dict):
@@ -494,11 +526,11 @@ def texts(cases: Cases) -> None:
     text = text.replace(b"application/json", b"application\\/json").replace(b'"hartley"', b'"h\\u0061rtley"')
     variant("json-escapes", text, ["RSV-208", "RSV-209"], "escapes where none is needed, in names and values")
     doc2 = plain()
-    doc2.header["metadata"] = {"emoji": "\U0001F600", "controls": "\b\f\n\r\t\"\\/\x00\x1f\x7f\u2028"}
-    text = doc2.text().replace("\U0001F600".encode(), b"\\uD83D\\uDe00")
+    doc2.header["metadata"] = {"emoji": "\U0001f600", "controls": '\b\f\n\r\t"\\/\x00\x1f\x7f\u2028'}
+    text = doc2.text().replace("\U0001f600".encode(), b"\\uD83D\\uDe00")
     variant("json-surrogate-pair", text, ["RSV-207"], "an escaped surrogate pair, and all short escapes", of=doc2)
     doc3 = plain()
-    doc3.header["metadata"] = {"brackets": "[" * 99 + '{,"\\', "quote\\\": [[": ",,,"}
+    doc3.header["metadata"] = {"brackets": "[" * 99 + '{,"\\', 'quote\\": [[': ",,,"}
     variant("json-brackets-in-strings", doc3.text(), ["RSV-202", "RSV-203"],
             "brackets, commas, quotes and backslashes inside strings", of=doc3, flags=("parser-trap",))  # fmt: skip
     doc4 = plain()
@@ -536,10 +568,10 @@ def texts(cases: Cases) -> None:
 
 def names(cases: Cases) -> None:
     for id, name, what in (
-        ("name-512-astral", "\U0001F600" * 512, "512 code points, 1024 UTF-16 units, 2048 bytes"),
+        ("name-512-astral", "\U0001f600" * 512, "512 code points, 1024 UTF-16 units, 2048 bytes"),
         ("name-512-ascii", "n" * 512, "512 characters"),
         ("name-one", "x", "one character"),
-        ("name-odd", "a/b\\c:.. \u0080\u202e\ufeff\"", "no path: separators, quotes, bidirectional characters"),
+        ("name-odd", 'a/b\\c:.. \u0080\u202e\ufeff"', "no path: separators, quotes, bidirectional characters"),
         ("name-proto", "__proto__", "the name of a JavaScript object's prototype"),
         ("name-space", " ", "a space"),
     ):
@@ -620,4 +652,3 @@ def limits(cases: Cases) -> None:
 def _wide(n: int) -> bytes:
     """One row of n codes of 1 bit, 0 and 1 in turn, and its scale."""
     return b"\xaa" * (n // 8) + f32_bytes([0.5])
-

@@ -1,4 +1,4 @@
-"""llama.cpp's tensor names in the Hugging Face convention, expert stacks as mlx-lm names them.
+"""llama.cpp's tensor names in the Hugging Face convention and back, expert stacks as mlx-lm names them.
 
 One table serves all architectures, for an importance matrix does not tell its own.  Only two things vary:
 what "ffn_norm" feeds in Gemma 2 and 3, and what Mixtral calls its mixture of experts.
@@ -34,6 +34,9 @@ _BLOCK = {
 }
 _MIXTURE = ("mlp.gate", "mlp.switch_mlp.")
 _NAME = re.compile(r"(?:blk\.(?P<block>0|[1-9][0-9]{0,4})\.)?(?P<stem>[a-z0-9_]+)\.(?P<part>weight|bias)")
+_FULL_NAME = re.compile(r"model\.layers\.(?P<block>0|[1-9][0-9]{0,4})\.(?P<suffix>.+)\.(?P<part>weight|bias)")
+_MODEL_STEMS = {name: stem for stem, name in _MODEL.items()}
+_BLOCK_STEMS = {suffix: stem for stem, suffix in _BLOCK.items()}
 
 
 def hugging_face_name(name: str, model_type: str = "") -> str | None:
@@ -59,3 +62,13 @@ def mixtral_suffix(suffix: str) -> str:
     if suffix == _MIXTURE[0] or suffix.startswith(_MIXTURE[1]):
         return suffix.replace("mlp.", "block_sparse_moe.", 1)
     return suffix
+
+
+def llama_cpp_name(name: str) -> str | None:
+    """The inverse of `hugging_face_name` for the parts of a layer; None where llama.cpp has no name for it."""
+    if match := _FULL_NAME.fullmatch(name):
+        suffix = re.sub(r"^block_sparse_moe\.", "mlp.", match["suffix"])
+        stem = _BLOCK_STEMS.get(suffix)
+        return None if stem is None else f"blk.{match['block']}.{stem}.{match['part']}"
+    owner, _, part = name.rpartition(".")
+    return f"{_MODEL_STEMS[owner]}.{part}" if owner in _MODEL_STEMS and part in ("weight", "bias") else None

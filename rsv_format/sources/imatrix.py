@@ -1,24 +1,29 @@
 """llama.cpp's importance matrices: the mean squared activation of every input channel of a layer.
 
-Two formats: GGUF with tensors NAME.in_sum2 and NAME.counts, and an older one without a magic number.  Neither
-tells the architecture.  An expert stack gets one vector, the mean over all tokens that reach any expert, since
-its experts share a transform.
+Two formats: GGUF with tensors NAME.in_sum2 and NAME.counts, which is written too, and an older one without a
+magic number.  Neither tells the architecture.  An expert stack gets one vector, the mean over all tokens that
+reach any expert, since its experts share a transform.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import secrets
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from rsv_format.errors import RsvError
 from rsv_format.sources import gguf
-from rsv_format.sources.base import Array, Floats, reading
-from rsv_format.sources.gguf_names import hugging_face_name, mixtral_suffix
+from rsv_format.sources.base import Array, Floats, library, reading
+from rsv_format.sources.gguf_names import hugging_face_name, llama_cpp_name, mixtral_suffix
 from rsv_format.sources.gguf_reader import is_gguf
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
+_BLOCK = "blk."  # what begins so is llama.cpp's name for a part of a block, known here or not
 
 
 def load_imatrix(path: str | Path) -> dict[str, Floats]:
@@ -28,8 +33,8 @@ def load_imatrix(path: str | Path) -> dict[str, Floats]:
     -------
     dict
         Layer name, such as "model.layers.0.self_attn.q_proj", to float32 (in_features,).  Experts go by both
-        names that mlx-lm has for them, mlp.switch_mlp and block_sparse_moe.switch_mlp.  Layers that saw no
-        token are left out.
+        names that mlx-lm has for them, mlp.switch_mlp and block_sparse_moe.switch_mlp.  Names that are not
+        llama.cpp's stay as they are.  Layers that saw no token are left out.
 
     Raises
     ------
@@ -49,9 +54,70 @@ def load_imatrix(path: str | Path) -> dict[str, Floats]:
     return layers
 
 
+def save_imatrix(
+    path: str | Path,
+    layers: Mapping[str, tuple[Array, Array | int]],
+    *,
+    datasets: Sequence[str] = (),
+    chunks: int = 0,
+    chunk_size: int = 0,
+) -> None:
+    """Write an importance matrix in GGUF, whole or not at all, as llama.cpp's llama-imatrix does.
+
+    Parameters
+    ----------
+    path : path
+    layers : mapping
+        Layer name, such as "model.layers.0.self_attn.q_proj", to the sums of squared activations (in_features,)
+        and the number of tokens; of an expert stack (experts, in_features) and (experts,).  What llama.cpp has
+        no name for goes by its own.  Layers that saw no token are left out.
+    datasets : names
+        What the tokens were taken from.
+    chunks, chunk_size : int
+        How many runs there were, and how many tokens each had.
+
+    Raises
+    ------
+    RsvError
+        `io_error`; `missing_dependency` without gguf; `bad_argument` for shapes that do not fit.
+    """
+    path = Path(path)
+    package = library("gguf", str(path))
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.tmp")
+    writer = package.GGUFWriter(temporary, "imatrix")
+    writer.add_type("imatrix")
+    writer.add_array(package.Keys.IMatrix.DATASETS, list(datasets))
+    writer.add_uint32(package.Keys.IMatrix.CHUNK_COUNT, chunks)
+    writer.add_uint32(package.Keys.IMatrix.CHUNK_SIZE, chunk_size)
+    stored = {llama_cpp_name(f"{name}.weight") or f"{name}.weight": entry for name, entry in layers.items()}
+    for name in sorted(stored):
+        sums, counts = (np.asarray(part, np.float32) for part in stored[name])
+        sums, counts = np.atleast_2d(sums), counts.reshape(-1, 1)
+        if sums.ndim != 2 or sums.size == 0 or sums.shape[0] != counts.shape[0]:
+            raise RsvError("bad_argument", name, f"sums {sums.shape} do not fit counts {counts.shape}")
+        if counts.any():
+            writer.add_tensor(f"{name}{_SUMS}", np.ascontiguousarray(sums))
+            writer.add_tensor(f"{name}{_COUNTS}", counts)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        for file in writer.fout:
+            file.flush()
+            os.fsync(file.fileno())
+        writer.close()
+        os.replace(temporary, path)
+    except BaseException as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if isinstance(e, OSError):
+            raise RsvError("io_error", str(path), e.strerror or str(e)) from e
+        raise
+
+
 def _layer_names(name: str) -> list[str]:
-    full = hugging_face_name(name)
-    if full is None or not full.endswith(".weight"):
+    full = hugging_face_name(name) or ("" if name.startswith(_BLOCK) else name)
+    if not full.endswith(".weight"):
         return []
     layer = full.removesuffix(".weight")
     *block, suffix = layer.split(".", 3)

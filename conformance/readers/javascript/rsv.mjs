@@ -280,12 +280,20 @@ export class OtherNumber {
 
 const EMPTY_OBJECT = new JsonObject([]);
 
+// The loops over all bytes of a header go piece by piece: a compiled function is entered anew for each piece,
+// where one long loop may be left to an interpreter after an earlier, small header.
+const PIECE = 65536;
+
 function checkUtf8(b) {
-  const bad = (i) => {
-    throw new RsvError("invalid_utf8", `header byte ${i}`);
-  };
+  for (let i = 0; i < b.length; ) i = checkUtf8Piece(b, i, Math.min(i + PIECE, b.length));
+}
+
+function checkUtf8Piece(b, i, end) {
   const n = b.length;
-  for (let i = 0; i < n; ) {
+  const bad = (at) => {
+    throw new RsvError("invalid_utf8", `header byte ${at}`);
+  };
+  while (i < end) {
     const c = b[i];
     if (c < 0x80) {
       i++;
@@ -309,25 +317,39 @@ function checkUtf8(b) {
     for (let k = 2; k <= more; k++) if ((b[i + k] & 0xc0) !== 0x80) bad(i);
     i += more + 1;
   }
+  return i;
 }
 
 function scan(b, maxDepth, maxValues) {
-  let depth = 0;
-  let count = 0;
-  let inString = false;
-  for (let i = 0; i < b.length; i++) {
+  const state = { depth: 0, count: 0, inString: false, maxDepth, maxValues };
+  for (let i = 0; i < b.length; ) i = scanPiece(b, i, Math.min(i + PIECE, b.length), state);
+}
+
+function scanPiece(b, i, end, state) {
+  let { depth, count, inString } = state;
+  for (; i < end; i++) {
     const c = b[i];
     if (inString) {
       if (c === 0x5c) i++;
       else if (c === 0x22) inString = false;
     } else if (c === 0x22) inString = true;
-    else if (c === 0x5b || c === 0x7b) {
-      depth++;
+    else if (c === 0x5d || c === 0x7d) depth--;
+    else if (c === 0x5b || c === 0x7b || c === 0x2c) {
       count++;
-      if (depth > maxDepth || count > maxValues) throw new RsvError("json_limit", `header byte ${i}`);
-    } else if (c === 0x5d || c === 0x7d) depth--;
-    else if (c === 0x2c && ++count > maxValues) throw new RsvError("json_limit", `header byte ${i}`);
+      if (c !== 0x2c) depth++;
+      if (depth > state.maxDepth || count > state.maxValues) throw new RsvError("json_limit", `header byte ${i}`);
+    }
   }
+  state.depth = depth;
+  state.count = count;
+  state.inString = inString;
+  return i;
+}
+
+// The first place from i on, before end, that is not white space.
+function skipSpace(b, i, end) {
+  while (i < end && (b[i] === 0x20 || b[i] === 0x0a || b[i] === 0x0d || b[i] === 0x09)) i++;
+  return i;
 }
 
 function wellFormed(s) {
@@ -382,15 +404,21 @@ class Parser {
 
   space() {
     const { b } = this;
-    let { at } = this;
-    while (b[at] === 0x20 || b[at] === 0x0a || b[at] === 0x0d || b[at] === 0x09) at++;
-    this.at = at;
-    return b[at]; // undefined at the end
+    let end;
+    do {
+      end = Math.min(this.at + PIECE, b.length);
+      this.at = skipSpace(b, this.at, end);
+    } while (this.at === end && end < b.length);
+    return this.peek(); // -1 at the end
+  }
+
+  peek() {
+    return this.at < this.b.length ? this.b[this.at] : -1;
   }
 
   text() {
     const value = this.value();
-    if (this.space() !== undefined) this.fail();
+    if (this.space() !== -1) this.fail();
     return value;
   }
 
@@ -415,14 +443,14 @@ class Parser {
   }
 
   word(word, value) {
-    for (let i = 0; i < word.length; i++, this.at++) if (this.b[this.at] !== word.charCodeAt(i)) this.fail();
+    for (let i = 0; i < word.length; i++, this.at++) if (this.peek() !== word.charCodeAt(i)) this.fail();
     return value;
   }
 
   digits() {
     const { b } = this;
     const start = this.at;
-    while (b[this.at] >= 0x30 && b[this.at] <= 0x39) this.at++;
+    while (this.at < b.length && b[this.at] >= 0x30 && b[this.at] <= 0x39) this.at++;
     if (this.at === start) this.fail();
   }
 
@@ -431,18 +459,19 @@ class Parser {
     const start = this.at;
     if (c === 0x2d) this.at++;
     const first = this.at;
-    if (b[first] === 0x30) this.at++;
+    const zero = this.peek() === 0x30;
+    if (zero) this.at++;
     else this.digits();
-    let integer = b[first] !== 0x30 || c !== 0x2d; // no -0
+    let integer = !zero || c !== 0x2d; // no -0
     if (this.at - first > 16) integer = false;
-    if (b[this.at] === 0x2e) {
+    if (this.peek() === 0x2e) {
       this.at++;
       this.digits();
       integer = false;
     }
-    if (b[this.at] === 0x65 || b[this.at] === 0x45) {
+    if (this.peek() === 0x65 || this.peek() === 0x45) {
       this.at++;
-      if (b[this.at] === 0x2b || b[this.at] === 0x2d) this.at++;
+      if (this.peek() === 0x2b || this.peek() === 0x2d) this.at++;
       this.digits();
       integer = false;
     }
@@ -461,9 +490,9 @@ class Parser {
     let plain = true;
     let i = start;
     for (; ; i++) {
-      const c = b[i];
+      const c = i < b.length ? b[i] : -1;
       if (c === 0x22) break;
-      if (c === undefined || c < 0x20) {
+      if (c < 0x20) {
         this.at = i;
         this.fail();
       }

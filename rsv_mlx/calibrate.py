@@ -1,0 +1,218 @@
+"""Calibration: run a model on text and record the mean squared activation of every input channel."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedEmbedding as AffineEmbedding
+from mlx.nn.layers.quantized import QuantizedLinear as AffineLinear
+from numpy.typing import NDArray
+
+import rsv_format
+from rsv_format import RsvError, Source
+from rsv_mlx.adopt import LoadReport
+from rsv_mlx.embedding import QuantizedEmbedding
+from rsv_mlx.linear import QuantizedLinear
+from rsv_mlx.loading import _TOKENIZERS, _skeleton, _tokenizer, load
+from rsv_mlx.switch import QuantizedSwitchLinear, is_switch
+
+CHUNK = 512  # llama.cpp's: what lies further back moves the means little
+_SOURCES = (".gguf", ".safetensors")  # single files of the kinds that open_source takes
+
+Counts = tuple[NDArray[np.float64], NDArray[np.float64]]
+Progress = Callable[[int, int, str], None]
+
+
+def calibrate(
+    model: Module,
+    tokens: Sequence[int],
+    *,
+    chunk: int = CHUNK,
+    bos: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Counts]:
+    """Run a language model over tokens, a chunk at a time, and sum up what its linear layers see.
+
+    Parameters
+    ----------
+    model : Module
+        Its layers may be dense or quantized. It is left as it was.
+    tokens : sequence of int
+    chunk : int
+        Tokens that see one another.
+    bos : int, optional
+        A token to begin every chunk with; it counts as one of them.
+    progress : callable(done, total, name), optional
+        Told the tokens done and in all.
+
+    Returns
+    -------
+    dict
+        Path of a module -> (sums of squares (in_features,), tokens (1,)); of an expert stack (experts,
+        in_features) and (experts,). A tied embedding table has what it sees as the head.
+
+    Raises
+    ------
+    RsvError
+        bad_argument: no tokens, or none per chunk; source_invalid: the activations are not finite.
+    """
+    begin = [] if bos is None else [bos]
+    step = chunk - len(begin)
+    if step < 1 or not len(tokens):
+        raise RsvError("bad_argument", "tokens", f"{len(tokens)} tokens in chunks of {chunk} leave nothing to run")
+    told = progress or (lambda done, total, name: None)
+    found: dict[str, Counts] = {}
+    with observed(model) as seen:
+        for start in range(0, len(tokens), step):
+            told(start, len(tokens), f"{len(found)} layers")
+            part = [*begin, *tokens[start : start + step]]
+            model(mx.array([part]))  # lazy: what no layer's input depends on is never computed
+            mx.eval(seen)
+            for name, (sums, counts) in seen.items():
+                wide = np.array(sums, np.float64), np.array(counts, np.float64)
+                found[name] = (found[name][0] + wide[0], found[name][1] + wide[1]) if name in found else wide
+            seen.clear()
+    told(len(tokens), len(tokens), "")
+    for name, (total, _) in found.items():
+        if not np.isfinite(total).all():
+            raise RsvError("source_invalid", name, "its input is not finite")
+    return found
+
+
+def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:
+    """The tokens of a text, and the one that the tokenizer begins texts with, if it does."""
+    begin = tokenizer.encode("")
+    bos = tokenizer.bos_token_id if begin and begin[0] == tokenizer.bos_token_id else None
+    return list(tokenizer.encode(text, add_special_tokens=False)), bos
+
+
+@contextlib.contextmanager
+def observed(model: Module) -> Iterator[dict[str, tuple[mx.array, mx.array]]]:
+    """While the body runs, calls of linear layers add to the sums and counts that this yields, lazily.
+
+    Modules keep their identity and attributes: only their classes are exchanged, for subclasses that look.
+    """
+    seen: dict[str, tuple[mx.array, mx.array]] = {}
+    before: list[tuple[Module, type[Module]]] = []
+    try:
+        for name, module in model.named_modules():  # type: ignore[no-untyped-call]
+            watched = _watched(module, name, seen)
+            if watched is not None:
+                before.append((module, type(module)))
+                module.__class__ = watched
+        yield seen
+    finally:
+        for module, kind in reversed(before):  # one module may lie at two paths
+            module.__class__ = kind
+
+
+def _watched(module: Module, name: str, seen: dict[str, tuple[mx.array, mx.array]]) -> type[Module] | None:
+    """A subclass of the module's that records inputs under a name, None for what is no linear layer."""
+
+    def add(sums: mx.array, counts: mx.array) -> None:
+        if name in seen:
+            sums, counts = seen[name][0] + sums, seen[name][1] + counts
+        seen[name] = sums, counts
+
+    def look(x: mx.array) -> None:
+        rows = x.reshape(-1, x.shape[-1]).astype(mx.float32)
+        add(mx.square(rows).sum(axis=0), mx.array([float(rows.shape[0])]))
+
+    base: Any = type(module)
+
+    class Watched(base):  # type: ignore[misc]
+        def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+            look(x)
+            return super().__call__(x, *args, **kwargs)
+
+    class WatchedHead(base):  # type: ignore[misc]
+        def as_linear(self, x: mx.array) -> Any:
+            look(x)
+            return super().as_linear(x)
+
+    class WatchedExperts(base):  # type: ignore[misc]
+        def __call__(self, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any) -> Any:
+            rows = mx.broadcast_to(x, (*indices.shape, *x.shape[-2:]))  # of each expert that a token goes to
+            squares = mx.square(rows.astype(mx.float32)).reshape(-1, x.shape[-1])
+            experts, zeros = indices.reshape(-1), mx.zeros((self.num_experts, x.shape[-1]))
+            add(zeros.at[experts].add(squares), zeros[:, 0].at[experts].add(1.0))
+            return super().__call__(x, indices, *args, **kwargs)
+
+    if isinstance(module, Linear | AffineLinear | QuantizedLinear):
+        return Watched
+    if isinstance(module, Embedding | AffineEmbedding | QuantizedEmbedding):
+        return WatchedHead
+    return WatchedExperts if is_switch(module) or isinstance(module, QuantizedSwitchLinear) else None
+
+
+def load_anything(spec: str | os.PathLike[str]) -> tuple[Module, Any]:
+    """A model and its tokenizer, from an RSV file, a source of `rsv_format.open_source`, or by mlx-lm.
+
+    On a CPU the weights become float32, at which MLX is fastest there.
+
+    Raises
+    ------
+    RsvError
+        What `load` and `open_source` raise; unsupported_model; missing_attachment.
+    """
+    path = Path(spec)
+    if path.suffix in _SOURCES:
+        with rsv_format.open_source(path) as source:
+            model, tokenizer = _from_source(source)
+    elif path.is_file() or path.suffix == ".rsv":
+        model, tokenizer = load(path)
+    else:
+        model, tokenizer = _by_mlx_lm(path, str(spec))
+    if mx.default_device() == mx.cpu:
+        model.set_dtype(mx.float32)
+    return model, tokenizer
+
+
+def _from_source(source: Source) -> tuple[Module, Any]:
+    if source.config is None or not any(name in source.attachments for name in _TOKENIZERS):
+        missing = "config.json" if source.config is None else "tokenizer.json"
+        raise RsvError("missing_attachment", missing, f"{source.path} comes without it, and cannot run")
+    with tempfile.TemporaryDirectory(prefix="rsv-") as folder:
+        for name, (_, data) in source.attachments.items():
+            Path(folder, name).write_bytes(data)
+        report = LoadReport()
+        model, config = _skeleton(Path(folder), report)
+        weights = {}
+        for name, tensor in source.tensors.items():
+            array = mx.array(tensor.read())
+            weights[name] = array.view(mx.bfloat16) if tensor.dtype == "bf16" else array
+        try:
+            weights = model.sanitize(weights) if hasattr(model, "sanitize") else weights
+            model.load_weights(list(weights.items()))
+        except (KeyError, ValueError) as e:
+            raise RsvError("unsupported_model", source.path, f"{type(e).__name__}: {e}") from e
+        model.eval()
+        return model, _tokenizer(Path(folder), config, None, report)
+
+
+def _by_mlx_lm(path: Path, spec: str) -> tuple[Module, Any]:
+    try:
+        import mlx_lm
+    except ImportError as e:
+        raise RsvError("missing_dependency", "mlx_lm", "pip install 'rsv-format[mlx]'") from e
+    try:
+        config = path / "config.json"
+        if config.exists() and "model_file" in json.loads(config.read_bytes()):
+            raise ValueError("it brings its own code, which is never run")
+        loaded = mlx_lm.load(spec, lazy=True)
+        return loaded[0], loaded[1]
+    except OSError as e:
+        raise RsvError("io_error", spec, str(e)) from e
+    except Exception as e:  # a model can be wrong in any way
+        raise RsvError("unsupported_model", spec, f"{type(e).__name__}: {e}") from e

@@ -1,0 +1,229 @@
+"""Quantize the layers of a model in place, their previous weights released as it goes."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+from numpy.typing import NDArray
+
+import rsv_format
+from rsv_format import RsvError
+from rsv_mlx.binding import install, output_dtype, packed_kind, share_inputs, weight_shape
+from rsv_mlx.codebook import Codebook
+from rsv_mlx.embedding import QuantizedEmbedding
+from rsv_mlx.linear import dense_rows
+from rsv_mlx.packed import Packed
+from rsv_mlx.transform import Transform
+
+Floats = NDArray[np.floating[Any]]
+
+_HEADS = frozenset({"lm_head", "output"})  # as wide as the embedding, and as sensitive
+_KEPT = frozenset({"gate", "router", "shared_expert_gate", "wpe", "relative_attention_bias"})  # small, sensitive
+_BLOCK = 2**24  # weights that are dense in float32 at a time, 64 MiB
+
+
+def quantize_model(
+    model: Module,
+    *,
+    bits: int = 4,
+    codebook: str = "lloyd-max",
+    rotation: str = "hartley",
+    importance: Mapping[str, Floats] | None = None,
+    seed: int = 0,
+    embedding_bits: int | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    threads: int | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> None:
+    """Quantize the linear, switch and embedding layers of a model in place, group by group.
+
+    A group's layers share their input, and so a transform. Each layer's previous weight is released before
+    the next one's is read: what is needed beyond the model are some 64 MiB and one layer's packed form.
+    `rsv_format.quantize` makes the same of a file with these weights in the order of their names.
+
+    Parameters
+    ----------
+    model : Module
+        With nn.Linear, mlx-lm's SwitchLinear, nn.Embedding, or MLX's quantized forms of them; other modules,
+        the routers of a mixture of experts, and layers that are packed already stay as they are.
+    bits, codebook, rotation, seed, threads
+        As `rsv_format.quantize_matrix`.
+    importance : mapping, optional
+        Layer's path -> mean squared activations, floating (in_features,) or one row for each expert. Layers
+        that share their input get the mean of those that are named.
+    embedding_bits : int, optional
+        1 to 8, of embeddings (a tied head included) and of an untied `lm_head`; they are kept if not given.
+    include, exclude : patterns
+        Shell-style, on paths such as "model.layers.0.mlp.up_proj"; exclude wins.
+    progress : callable(done, total, name), optional
+        Told the weights done, all of them, and the layer at work.
+
+    Raises
+    ------
+    RsvError
+        bad_argument, importance_mismatch: nothing was changed. nonfinite_weight, naming the layer: it and
+        those after it were not changed.
+    """
+    job = _Job(model, bits, codebook, rotation, importance or {}, seed, embedding_bits, include, exclude, threads)
+    if importance is not None and not job.importance:
+        raise RsvError("importance_mismatch", "importance", "it names none of the layers that are quantized")
+    told = progress or (lambda done, total, name: None)
+    total, done = sum(prod(shape) for shape in job.shapes.values()), 0
+    for group in job.groups:
+        told(done, total, group[0])
+        transform = job.transform(group)
+        for path in group:
+            told(done, total, path)
+            install(model, {path: job.quantized(path, transform)}, {})
+            mx.clear_cache()  # or MLX would keep the memory of the weight that was replaced
+            done += prod(job.shapes[path])
+        share_inputs({path: _at(model, path) for path in group})
+    told(total, total, "")
+
+
+@dataclass
+class _Job:
+    """What is to be done; it holds paths, no modules, so that nothing outlives its replacement."""
+
+    model: Module
+    bits: int
+    codebook: str
+    rotation: str
+    given_importance: Mapping[str, Floats]
+    seed: int
+    embedding_bits: int | None
+    include: Sequence[str]
+    exclude: Sequence[str]
+    threads: int | None
+
+    def __post_init__(self) -> None:
+        for bits in (self.bits, self.embedding_bits):
+            if bits is not None:  # refuses bad arguments before any work
+                rsv_format.quantize_matrix(
+                    np.ones((1, 1)), bits=bits, codebook=self.codebook, rotation=self.rotation, seed=self.seed
+                )
+        self.layer_bits: dict[str, int] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        leaves: Any = self.model.leaf_modules()  # type: ignore[no-untyped-call]
+        modules: list[tuple[str, Any]] = tree_flatten(leaves, is_leaf=Module.is_module)  # type: ignore
+        for path, module in modules:
+            bits = self._bits_of(path, module)
+            if bits is not None and self._chosen(path):
+                self.layer_bits[path], self.shapes[path] = bits, weight_shape(module) or ()
+        if not self.shapes:
+            raise RsvError("bad_argument", type(self.model).__name__, "no layer of it is chosen")
+        self.groups = [part for group in rsv_format.share_groups(self.shapes) for part in self._same_width(group)]
+        self.importance = self._shared_importance()
+        self._factors: dict[object, mx.array] = {}
+        self._haar: dict[int, Transform | None] = {}
+
+    def transform(self, group: list[str]) -> Transform | None:
+        """The transform of a group; Haar ones of a width are the same one."""
+        dim, importance = self.shapes[group[0]][-1], self.importance.get(group[0])
+        shareable = self.rotation == "haar" and importance is None
+        if shareable and dim in self._haar:
+            return self._haar[dim]
+        made = rsv_format.group_transform(
+            dim,
+            (block for path in group for block in self._blocks(path)),
+            name=group[0],
+            rotation=self.rotation,
+            seed=self.seed,
+            importance=importance,
+        )
+        transform = None if made is None else Transform(made, self._factors)
+        if shareable:
+            self._haar[dim] = transform
+        return transform
+
+    def quantized(self, path: str, transform: Transform | None) -> Packed:
+        """The packed layer that takes a module's place, in memory."""
+        stored = None if transform is None else transform.to_format()
+        parts = [
+            rsv_format.quantize_matrix(
+                block, name=path, bits=self.layer_bits[path], codebook=self.codebook, rotation="none",
+                transform=stored, threads=self.threads,
+            )
+            for block in self._blocks(path)
+        ]  # fmt: skip
+        module, shape = _at(self.model, path), self.shapes[path]
+        kind = packed_kind(module)
+        assert kind is not None
+        layer = kind(
+            mx.array(np.concatenate([part.indices for part in parts])),
+            mx.array(np.concatenate([part.scales for part in parts])),
+            Codebook.of(parts[0].codebook),
+            transform,
+            module.get("bias"),
+            input_dims=shape[-1],
+            stack=prod(shape[:-2]),
+        )
+        if isinstance(layer, QuantizedEmbedding):
+            layer.dtype = output_dtype(module)
+        mx.eval(dict(layer))
+        return layer
+
+    def _blocks(self, path: str) -> Iterator[Floats]:
+        """The dense weight, float32 (rows, in_features), some rows at a time."""
+        module, shape = _at(self.model, path), self.shapes[path]
+        step = max(1, _BLOCK // shape[-1])
+        for start in range(0, prod(shape[:-1]), step):
+            yield np.asarray(dense_rows(module, slice(start, start + step)))
+
+    def _bits_of(self, path: str, module: Module) -> int | None:
+        """The bits of a module's weight, None if it is not quantized."""
+        kind, own = packed_kind(module), path.rpartition(".")[2]
+        if kind is None or isinstance(module, Packed) or not path or own in _KEPT or "position" in own:
+            return None
+        if kind is QuantizedEmbedding or own in _HEADS:
+            return self.embedding_bits
+        return None if "embed" in path else self.bits
+
+    def _chosen(self, path: str) -> bool:
+        def matches(patterns: Iterable[str]) -> bool:
+            return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+        return (not self.include or matches(self.include)) and not matches(self.exclude)
+
+    def _same_width(self, group: list[str]) -> list[list[str]]:
+        """Only layers of one width can share a transform, which depends on their order: that of most files."""
+        widths: dict[int, list[str]] = {}
+        for path in sorted(group):
+            widths.setdefault(self.shapes[path][-1], []).append(path)
+        return list(widths.values())
+
+    def _shared_importance(self) -> Mapping[str, Floats]:
+        """Layers with one input have one importance: the mean of those that are known."""
+        shared: dict[str, Floats] = {}
+        for group in self.groups:
+            dim = self.shapes[group[0]][-1]
+            found = []
+            for path in group:
+                if path in self.given_importance:
+                    wide = np.asarray(self.given_importance[path], np.float64)
+                    found.append(wide.mean(axis=0) if wide.ndim == 2 else wide)
+                    # refuses other lengths and values, before any work
+                    rsv_format.group_transform(
+                        dim, [np.ones((1, dim))], name=path, rotation="none", importance=found[-1]
+                    )
+            if found:
+                shared.update(dict.fromkeys(group, np.asarray(np.mean(found, axis=0))))
+        return shared
+
+
+def _at(model: Module, path: str) -> Module:
+    """The module at a path."""
+    found: Any = model
+    for part in path.split("."):
+        found = found[int(part) if isinstance(found, list | tuple) else part]
+    assert isinstance(found, Module)
+    return found

@@ -1,0 +1,71 @@
+"""QuantizedSwitchLinear: a stack of expert matrices, of which each input takes its own (SPEC section 8.1)."""
+
+from __future__ import annotations
+
+import sys
+from math import prod
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from rsv_mlx.codebook import Codebook
+from rsv_mlx.packed import Packed
+from rsv_mlx.transform import Transform
+
+
+class QuantizedSwitchLinear(Packed):
+    """In place of mlx-lm's SwitchLinear, its weight packed. Parameters as `Packed`; they are held as
+
+    weight : uint32 (num_experts, output_dims, row_words)
+    scales : float32 (num_experts, output_dims)
+    bias : (num_experts, output_dims), optional
+    """
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """As mlx-lm's: x (..., n, input_dims) and experts' numbers (...), broadcast against each other, to
+        (..., n, output_dims) in the dtype of x."""
+        dtype = self._checked(x)
+        shape = (*mx.broadcast_shapes(x.shape[:-2], indices.shape), x.shape[-2], self.output_dims)
+        if prod(shape) == 0:
+            return mx.zeros(shape, dtype)
+        y = self.codebook.gather_matmul(self._transformed(x), self.weight, indices, sorted_indices)
+        y = y * self.scales[indices][..., None, :]
+        if self.has_bias:
+            y = y + self.bias[indices][..., None, :]
+        return y.astype(dtype)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Of the dense weight that the layer stands for."""
+        return (self.num_experts, self.output_dims, self.input_dims)
+
+    def to_dense(self, dtype: mx.Dtype = mx.float32) -> Module:
+        """A SwitchLinear of mlx-lm with the weights that this one stands for."""
+        from mlx_lm.models.switch_layers import SwitchLinear
+
+        dense: Module = SwitchLinear(1, 1, 1, bias=self.has_bias)
+        dense.weight = self.dequantize(dtype)
+        if self.has_bias:
+            dense.bias = self.bias.astype(dtype)
+        return dense
+
+    def _describe(
+        self, codebook: Codebook, transform: Transform | None, input_dims: int, output_dims: int, stack: int
+    ) -> None:
+        super()._describe(codebook, transform, input_dims, output_dims, stack)
+        self.num_experts = stack
+
+    def _hold(self, weight: mx.array, scales: mx.array, bias: mx.array | None = None) -> None:
+        shape = (self.num_experts, self.output_dims)
+        bias = None if bias is None else bias.reshape(shape)
+        super()._hold(weight.reshape(*shape, weight.shape[-1]), scales.reshape(shape), bias)
+
+    def _extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, {super()._extra_repr()}"
+
+
+def is_switch(module: Module) -> bool:
+    """Whether it is a SwitchLinear of mlx-lm, quantized or not, which takes seconds to import: nobody has one
+    who has not done so."""
+    layers = sys.modules.get("mlx_lm.models.switch_layers")
+    return layers is not None and isinstance(module, layers.SwitchLinear | layers.QuantizedSwitchLinear)
