@@ -74,7 +74,7 @@ def fresh(source: str, ids: str) -> dict[str, Any]:
         model = model_class(arguments.from_dict(opened.config))
         layers = {data.name: QuantizedLinear.from_data(data) for data in rsv_format.quantize_layers(opened)}
         kept = {
-            name: mx.array(tensor.float32())
+            name: mx.array(tensor.read()).astype(mx.float32)  # float16, as the file keeps them
             for name, tensor in opened.tensors.items()
             if name.removesuffix(".weight") not in layers
         }

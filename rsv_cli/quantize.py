@@ -39,7 +39,21 @@ def quantize(
         typer.Option("--output", "-o", metavar="OUT", help="The RSV file to write, whole or not at all.",
                      show_default=False),
     ],
-    bits: Annotated[int, typer.Option("--bits", "-b", min=1, max=8, help="Bits per index.")] = 4,
+    bits: Annotated[
+        int | None,
+        typer.Option("--bits", "-b", min=1, max=8, help="Bits per index, the same for all layers.", show_default="4"),
+    ] = None,
+    bits_per_weight: Annotated[
+        float | None,
+        typer.Option("--bits-per-weight", metavar="X", help="Instead of --bits: a budget, such as 4.5, for all that "
+                     "is not kept, scales and header too. Each layer gets 2 to 8 bits, the more the more it matters.",
+                     show_default=False),
+    ] = None,
+    embedding_bits: Annotated[
+        str,
+        typer.Option("--embedding-bits", metavar="N|keep", help="Quantize the embedding table, and an untied head, to "
+                     "1 to 8 bits, or keep them."),
+    ] = "keep",
     codebook: Annotated[
         Codebook, typer.Option("--codebook", help="Centroids fitted to a normal distribution, or evenly spaced ones.")
     ] = Codebook.lloyd_max,
@@ -55,8 +69,9 @@ def quantize(
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**53 - 1, help="Of signs and haar matrices.")] = 0,
     importance: Annotated[
         str,
-        typer.Option("--importance", metavar="auto|none|FILE", help="Which input channels matter: from the norms that "
-                     "feed the layers, all alike, or from a llama.cpp imatrix file."),
+        typer.Option("--importance", metavar="auto|gains|none|FILE", help="Which input channels matter: from a run on "
+                     "random tokens (where the architecture is not known, as gains); from the gains of the norms "
+                     "that feed the layers; all alike; or from an imatrix file of rsv calibrate or llama.cpp."),
     ] = "auto",
     include: Annotated[
         list[str] | None,
@@ -76,13 +91,16 @@ def quantize(
     """Quantize a model into an RSV file.
 
     Each linear layer is rotated, divided by its rows' root mean squares and mapped onto a codebook; everything
-    else (embeddings, norms, config, tokenizer) is kept. Equal input and options give an equal file. The output
-    appears only when it is complete: an interrupted run leaves nothing behind.
+    else (norms, config, tokenizer; embeddings unless asked for) is kept. Equal input and options give an equal
+    file. The output appears only when it is complete: an interrupted run leaves nothing behind.
 
     Example: [bold cyan]rsv quantize ./Qwen2.5-0.5B -o qwen.rsv --bits 4 --importance imatrix.gguf[/bold cyan]
     """
     if persist_rotation and rotation is not Rotation.haar:
         raise typer.BadParameter("only --rotation haar has a matrix to store", param_hint="--persist-rotation")
+    if bits is not None and bits_per_weight is not None:
+        raise typer.BadParameter("give a budget, or --bits for all layers", param_hint="--bits-per-weight")
+    tables = _number_of_bits(embedding_bits)
     with session():
         import rsv_format
         from rsv_cli.files import check_output
@@ -93,6 +111,8 @@ def quantize(
                 source,
                 output,
                 bits=bits,
+                bits_per_weight=bits_per_weight,
+                embedding_bits=tables,
                 codebook=codebook.value,
                 rotation=rotation.value,
                 persist_rotation=persist_rotation,
@@ -105,6 +125,15 @@ def quantize(
             )
         if not quiet:
             _print_report(report)
+
+
+def _number_of_bits(text: str) -> int | None:
+    """None for "keep"."""
+    if text == "keep":
+        return None
+    if text not in "12345678" or len(text) != 1:
+        raise typer.BadParameter(f"{text!r} is neither 1 to 8 nor 'keep'", param_hint="--embedding-bits")
+    return int(text)
 
 
 def _print_report(report: QuantizeReport) -> None:

@@ -7,7 +7,8 @@ Modules, bottom up:
 - codebook: centroids;  rotation: transforms
 - header: JSON to dataclasses;  validate: rules between entries, the walk over the blobs
 - payload: checks of values;  reader: open and view;  verify: check it all;  writer: stream into place
-- quantize: a matrix;  importance, sources: what a model is and what feeds its layers;  convert: a model
+- quantize: a matrix;  budget: bits for each of several;  importance, sources: what a model is and what feeds its layers
+- convert: a model
 - summary: where the bytes went
 """
 

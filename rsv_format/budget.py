@@ -69,7 +69,7 @@ def quantized_nbytes(header: Header) -> int:
 
 
 def spend(
-    demands: Sequence[Demand], kind: str, limit: int, size: Callable[[Mapping[str, int]], int]
+    demands: Sequence[Demand], *, kind: str, limit: int, size: Callable[[Mapping[str, int]], int]
 ) -> dict[str, int]:
     """Bits for each layer.
 
@@ -98,7 +98,7 @@ def spend(
         room -= excess  # padding and codebooks have grown too
     if size(least) <= limit:
         return least
-    raise RsvError("bad_argument", "bits_per_weight", f"{size(least)} bytes are needed at least, and {limit} allowed")
+    raise RsvError("bad_argument", "bits_per_weight", f"it allows {limit} bytes: {size(least)} are the least")
 
 
 def _allocated(demands: Sequence[Demand], kind: str, room: int) -> dict[str, int]:

@@ -60,6 +60,14 @@ def boundaries(centroids: NDArray[np.float32]) -> NDArray[np.float32]:
     return ((wide[1:] + wide[:-1]) / 2).astype(np.float32)
 
 
+def distortion(c: NDArray[np.float64]) -> float:
+    """Mean squared error of N(0, 1) under nearest-centroid quantization."""
+    edges = (c[1:] + c[:-1]) / 2
+    density = np.array([0.0, *map(_pdf, edges), 0.0])
+    mean = density[:-1] - density[1:]
+    return float(1 - 2 * (c * mean).sum() + (c * c * _masses(edges)).sum())
+
+
 @lru_cache
 def _lloyd_max(bits: int) -> NDArray[np.float32]:
     """Each centroid the mean of its cell: some of Lloyd's steps, then Newton's method, which is quadratic."""
@@ -108,14 +116,6 @@ def _frozen(c: NDArray[np.float64]) -> NDArray[np.float32]:
     result = c.astype("<f4")
     result.setflags(write=False)
     return result
-
-
-def distortion(c: NDArray[np.float64]) -> float:
-    """Mean squared error of N(0, 1) under nearest-centroid quantization."""
-    edges = (c[1:] + c[:-1]) / 2
-    density = np.array([0.0, *map(_pdf, edges), 0.0])
-    mean = density[:-1] - density[1:]
-    return float(1 - 2 * (c * mean).sum() + (c * c * _masses(edges)).sum())
 
 
 def _masses(edges: NDArray[np.float64]) -> NDArray[np.float64]:

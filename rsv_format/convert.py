@@ -318,9 +318,9 @@ class _Job:
         tables = [
             name.removesuffix(".weight")
             for name, tensor in self.source.tensors.items()
-            if name.endswith(".weight") and name.split(".")[-2:][0] in _TABLES
-            if tensor.dtype in FLOAT_DTYPES and len(tensor.shape) == 2
-        ]
+            if name.split(".")[-1] == "weight" and name.split(".")[-2:][0] in _TABLES
+            and tensor.dtype in FLOAT_DTYPES and len(tensor.shape) == 2
+        ]  # fmt: skip
         if not tables:
             raise RsvError("bad_argument", "embedding_bits", "the source has no embedding table")
         return dict.fromkeys(tables, self.embedding_bits)
@@ -332,29 +332,31 @@ class _Job:
         def size(bits: Mapping[str, int]) -> int:
             return quantized_nbytes(self._header({**bits, **self.fixed_bits}))
 
-        bits = spend(self._demands(), self.codebook, int(bits_per_weight * weights / 8), size)
+        limit = int(bits_per_weight * weights / 8)
+        bits = spend(self._demands(), kind=self.codebook, limit=limit, size=size)
         return bits | self.fixed_bits
 
     def _demands(self) -> list[Demand]:
-        total, done = sum(prod(self._weight(name).shape) for name in self.layers), 0
+        """What every layer whose bits are not fixed does with bits."""
         known = [float(np.mean(h)) for h in self.importance.values()]
         usual = float(np.mean(known)) if known else 1.0
-        demands = []
-        for group in (group for group in self.groups if group[0] not in self.fixed_bits):
-            squares = {}
-            for name in group:
-                self.progress(done, total, name)
-                weight = self._weight(name).float32()
-                done += weight.size
-                squares[name] = column_squares([weight.reshape(-1, weight.shape[-1])])
-            h, c = np.full(len(squares[group[0]]), usual), np.ones(len(squares[group[0]]))
+        demands: list[Demand] = []
+        for group in self.groups:
+            if group[0] in self.fixed_bits:
+                continue
+            self.progress(len(demands), len(self.layers), group[0])
+            weights = {name: self._weight(name) for name in group}
+            dim = weights[group[0]].shape[-1]
+            squares = {name: column_squares([w.float32().reshape(-1, dim)]) for name, w in weights.items()}
+            h, c = np.full(dim, usual), np.ones(dim)
             if group[0] in self.importance:
-                h = np.asarray(self.importance[group[0]])
-                c = channel_scales(h, sum(squares.values(), 0 * c), group[0])
-            for name in group:
+                h = np.asarray(self.importance[group[0]], np.float64)
+                c = channel_scales(h, np.sum(list(squares.values()), axis=0), group[0])
+            for name, weight in weights.items():
                 error = weighted_error(h, c, squares[name])
-                rows = prod(self._weight(name).shape[:-1])
-                demands.append(Demand(name, h.size, rows, error if np.isfinite(error) else 0.0))
+                rows = prod(weight.shape[:-1])
+                # what is not finite is refused, by its place, when it is quantized
+                demands.append(Demand(name, dim, rows, error if np.isfinite(error) else 0.0))
         return demands
 
     def _importance(self, importance: Importance) -> Mapping[str, Floats]:

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from rsv_format import Layer, RsvError
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
-from rsv_mlx.packed import Packed, SharedInput
+from rsv_mlx.packed import Packed, SharedInput, weight_dtype, weight_shape
 from rsv_mlx.switch import QuantizedSwitchLinear, is_switch
 
 _NAMED = 8  # names that an error lists; the rest are counted
@@ -95,7 +95,7 @@ def make_plan(
         if shape not in (_layer_shape(layer), (layer.stack, layer.out_features, layer.in_features)):
             misshapen.append(f"{path} {_layer_shape(layer)}, not {shape}")
         elif kind is not None:
-            packed[path] = Place(name, kind, output_dtype(module))
+            packed[path] = Place(name, kind, weight_dtype(module))
         else:
             dense[path] = name
         has_bias = module.has_bias if isinstance(module, Packed) else "bias" in module
@@ -131,14 +131,6 @@ def packed_kind(module: Module) -> type[Packed] | None:
     if isinstance(module, Embedding | AffineEmbedding | QuantizedEmbedding):
         return QuantizedEmbedding
     return QuantizedSwitchLinear if isinstance(module, QuantizedSwitchLinear) or is_switch(module) else None
-
-
-def output_dtype(module: Module) -> mx.Dtype:
-    """What a module computes in where its input does not decide it: the dtype of its weight, packed or not."""
-    if isinstance(module, Packed):
-        return module.dtype if isinstance(module, QuantizedEmbedding) else mx.float32
-    known: mx.array = module["scales" if "scales" in module else "weight"]
-    return known.dtype if mx.issubdtype(known.dtype, mx.floating) else mx.float32
 
 
 def share_inputs(layers: Mapping[str, Module]) -> None:
@@ -206,16 +198,6 @@ def _sanitize(model: Module, weights: dict[str, mx.array]) -> dict[str, mx.array
 def _layer_shape(layer: Layer) -> tuple[int, ...]:
     shape = (layer.out_features, layer.in_features)
     return shape if layer.stack == 1 else (layer.stack, *shape)
-
-
-def weight_shape(module: Module) -> tuple[int, ...] | None:
-    """The shape of the weight that a module stands for, None if it has no weight."""
-    if isinstance(module, Packed):
-        return module.weight_shape
-    if "weight" not in module:
-        return None
-    shape = tuple(module["weight"].shape)
-    return (*shape[:-1], shape[-1] * 32 // int(module.bits)) if "scales" in module else shape
 
 
 def _refuse(code: str, names: list[str], why: str) -> NoReturn:

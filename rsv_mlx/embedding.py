@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 
 from rsv_format import RsvError
 from rsv_mlx.codebook import Codebook
-from rsv_mlx.packed import Packed
+from rsv_mlx.packed import Packed, weight_dtype
 from rsv_mlx.transform import Transform
 
 
@@ -31,6 +33,19 @@ class QuantizedEmbedding(Packed):
         rows = self._rows(self.weight[x], self.scales[x])
         return rows.reshape(*x.shape, self.input_dims).astype(self.dtype)
 
+    @classmethod
+    def from_embedding(cls, embedding: Module, *, bits: int = 4, **options: Any) -> Self:
+        """Quantize an nn.Embedding or nn.QuantizedEmbedding; other options as `rsv_format.quantize_matrix`.
+
+        Raises
+        ------
+        RsvError
+            nonfinite_weight, importance_mismatch, bad_argument.
+        """
+        made = cls._quantized(embedding, bits=bits, **options)
+        made.dtype = weight_dtype(embedding)
+        return made
+
     def as_linear(self, x: mx.array) -> mx.array:
         """As nn.Embedding: x @ W.T, (..., input_dims) to (..., output_dims), in the dtype of x."""
         return self._product(x)
@@ -47,7 +62,6 @@ class QuantizedEmbedding(Packed):
         if stack != 1:
             raise RsvError("bad_argument", type(self).__name__, f"a stack of {stack} matrices is not one table")
         super()._describe(codebook, transform, input_dims, output_dims, stack)
-        self.dtype: mx.Dtype = mx.float32
 
     def _hold(self, weight: mx.array, scales: mx.array, bias: mx.array | None = None) -> None:
         if bias is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Self
 
 import mlx.core as mx
-import numpy as np
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
@@ -66,8 +65,8 @@ class QuantizedLinear(Packed):
         RsvError
             nonfinite_weight, importance_mismatch, bad_argument.
         """
-        data = rsv_format.quantize_matrix(
-            np.array(dense_rows(linear)),
+        return cls._quantized(
+            linear,
             bits=bits,
             codebook=codebook,
             rotation=rotation,
@@ -76,9 +75,6 @@ class QuantizedLinear(Packed):
             importance=importance,
             transform=transform,
         )
-        layer = cls.from_data(data)
-        layer._hold(layer.weight, layer.scales, linear.get("bias"))
-        return layer
 
     def _describe(
         self, codebook: Codebook, transform: Transform | None, input_dims: int, output_dims: int, stack: int
@@ -86,24 +82,3 @@ class QuantizedLinear(Packed):
         if stack != 1:
             raise RsvError("bad_argument", type(self).__name__, f"a stack of {stack} matrices is not one layer")
         super()._describe(codebook, transform, input_dims, output_dims, stack)
-
-
-def dense_rows(module: Module, rows: slice = slice(None)) -> mx.array:
-    """Rows of the weight of a linear or embedding layer of MLX, dequantized where it is quantized; the matrices
-    of a stack are one below the other. float32 (rows, input_dims)."""
-
-    def cut(array: mx.array) -> mx.array:
-        return array.reshape(-1, array.shape[-1])[rows]
-
-    weight = cut(module["weight"])
-    if "scales" in module:
-        biases = module.get("biases")
-        weight = mx.dequantize(
-            weight,
-            cut(module["scales"]),
-            None if biases is None else cut(biases),
-            module.group_size,
-            module.bits,
-            mode=module.mode,
-        )
-    return weight.astype(mx.float32)

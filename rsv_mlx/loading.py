@@ -50,7 +50,7 @@ def load(
     ----------
     path : path
     model : Module, optional
-        A skeleton, changed in place: linear modules named in the file are replaced, other parameters set.
+        Filled as by `graft`, instead of one that is made from the config.
     strict : bool
         False leaves parameters that are not in the file alone, and ignores what the model does not know.
     zero_copy : str

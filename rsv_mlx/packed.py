@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import mlx.core as mx
+import numpy as np
 from mlx.nn.layers.base import Module
 
+import rsv_format
 from rsv_format import LayerData
 from rsv_mlx.codebook import Codebook
 from rsv_mlx.transform import Transform
@@ -96,6 +98,16 @@ class Packed(Module):
         weight, scales = mx.array(data.indices), mx.array(data.scales)
         return cls(weight, scales, codebook, transform, bias, input_dims=data.in_features, stack=data.stack)
 
+    @classmethod
+    def _quantized(cls, module: Module, **options: Any) -> Self:
+        """A layer of MLX, quantized as `rsv_format.quantize_matrix` does it; its bias is kept."""
+        shape = weight_shape(module)
+        assert shape is not None
+        data = rsv_format.quantize_matrix(np.array(dense_rows(module)).reshape(shape), **options)
+        layer = cls.from_data(data)
+        layer._hold(layer.weight, layer.scales, module.get("bias"))
+        return layer
+
     def _describe(
         self, codebook: Codebook, transform: Transform | None, input_dims: int, output_dims: int, stack: int
     ) -> None:
@@ -104,6 +116,7 @@ class Packed(Module):
         self.input_dims = input_dims
         self.output_dims = output_dims
         self.bits = codebook.bits
+        self.dtype = mx.float32
         self.shared_input: SharedInput | None = None
         self._unread_bias = False
         self._read: Callable[[], Sequence[mx.array]] | None = None
@@ -218,3 +231,42 @@ class SharedInput:
     def _forget(self, dead: weakref.ref[mx.array]) -> None:
         if self._last is not None and self._last[0] is dead:
             self._last = None
+
+
+def dense_rows(module: Module, rows: slice = slice(None)) -> mx.array:
+    """Rows of the weight of a linear or embedding layer of MLX, dequantized where it is quantized; the matrices
+    of a stack are one below the other. float32 (rows, input_dims)."""
+
+    def cut(array: mx.array) -> mx.array:
+        return array.reshape(-1, array.shape[-1])[rows]
+
+    weight = cut(module["weight"])
+    if "scales" in module:
+        biases = module.get("biases")
+        weight = mx.dequantize(
+            weight,
+            cut(module["scales"]),
+            None if biases is None else cut(biases),
+            module.group_size,
+            module.bits,
+            mode=module.mode,
+        )
+    return weight.astype(mx.float32)
+
+
+def weight_shape(module: Module) -> tuple[int, ...] | None:
+    """The shape of the weight that a module stands for, None if it has no weight."""
+    if isinstance(module, Packed):
+        return module.weight_shape
+    if "weight" not in module:
+        return None
+    shape = tuple(module["weight"].shape)
+    return (*shape[:-1], shape[-1] * 32 // int(module.bits)) if "scales" in module else shape
+
+
+def weight_dtype(module: Module) -> mx.Dtype:
+    """The floating dtype of the weight that a module stands for: what an embedding's rows have."""
+    if isinstance(module, Packed):
+        return module.dtype
+    known: mx.array = module["scales" if "scales" in module else "weight"]
+    return known.dtype if mx.issubdtype(known.dtype, mx.floating) else mx.bfloat16  # MLX's, of its fp4 and fp8 modes

@@ -15,12 +15,11 @@ from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
 import rsv_format
-from rsv_format import RsvError
-from rsv_mlx.binding import install, output_dtype, packed_kind, share_inputs, weight_shape
+from rsv_format import LayerData, RsvError
+from rsv_mlx.binding import install, packed_kind, share_inputs
 from rsv_mlx.codebook import Codebook
 from rsv_mlx.embedding import QuantizedEmbedding
-from rsv_mlx.linear import dense_rows
-from rsv_mlx.packed import Packed
+from rsv_mlx.packed import Packed, dense_rows, weight_dtype, weight_shape
 from rsv_mlx.transform import Transform
 
 Floats = NDArray[np.floating[Any]]
@@ -148,13 +147,17 @@ class _Job:
     def quantized(self, path: str, transform: Transform | None) -> Packed:
         """The packed layer that takes a module's place, in memory."""
         stored = None if transform is None else transform.to_format()
-        parts = [
-            rsv_format.quantize_matrix(
-                block, name=path, bits=self.layer_bits[path], codebook=self.codebook, rotation="none",
-                transform=stored, threads=self.threads,
-            )
-            for block in self._blocks(path)
-        ]  # fmt: skip
+        parts: list[LayerData] = []
+        for block in self._blocks(path):
+            try:
+                part = rsv_format.quantize_matrix(
+                    block, name=path, bits=self.layer_bits[path], codebook=self.codebook, rotation="none",
+                    transform=stored, threads=self.threads,
+                )  # fmt: skip
+            except RsvError as e:
+                first = sum(part.scales.size for part in parts)
+                raise RsvError(e.code, e.where, f"{e.detail} (counted from row {first})") from None
+            parts.append(part)
         module, shape = _at(self.model, path), self.shapes[path]
         kind = packed_kind(module)
         assert kind is not None
@@ -168,7 +171,7 @@ class _Job:
             stack=prod(shape[:-2]),
         )
         if isinstance(layer, QuantizedEmbedding):
-            layer.dtype = output_dtype(module)
+            layer.dtype = weight_dtype(module)
         mx.eval(dict(layer))
         return layer
 

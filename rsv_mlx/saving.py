@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +159,8 @@ def _affine(model: Module) -> dict[str, Any]:
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # it takes longer than all of this module
+
     try:
         return version("rsv-format")
     except PackageNotFoundError:  # run from a checkout

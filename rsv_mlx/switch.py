@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from math import prod
+from typing import Any, Self
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -20,6 +21,18 @@ class QuantizedSwitchLinear(Packed):
     scales : float32 (num_experts, output_dims)
     bias : (num_experts, output_dims), optional
     """
+
+    @classmethod
+    def from_switch_linear(cls, switch: Module, *, bits: int = 4, **options: Any) -> Self:
+        """Quantize a SwitchLinear or QuantizedSwitchLinear of mlx-lm; other options as
+        `rsv_format.quantize_matrix`.
+
+        Raises
+        ------
+        RsvError
+            nonfinite_weight, importance_mismatch, bad_argument.
+        """
+        return cls._quantized(switch, bits=bits, **options)
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
         """As mlx-lm's: x (..., n, input_dims) and experts' numbers (...), broadcast against each other, to

@@ -94,7 +94,7 @@ LAYERS = [
     {"header": set(), "payload": set()},
     {"validate": set()},
     {"reader": set(), "writer": set()},
-    {"verify": set(), "summary": set(), "quantize": set(), "importance": set()},
+    {"verify": set(), "summary": set(), "quantize": set(), "importance": set(), "budget": set()},
     {"sources": set()},
     {"decoder": set()},
     {"synthetic": set()},

@@ -114,8 +114,8 @@ def test_chunks_add_up_and_do_not_see_one_another(folder: Path) -> None:
     agree(means(whole), {name: sum(p[name][0] for p in parts) / 40 for name in whole}, 1e-6)
     begun = calibrate(model, TOKENS, chunk=17, bos=5)
     assert begun["model.embed_tokens"][1] == 43
-    agree(means(begun), {name: sum(c[name][0] for c in (
-        calibrate(model, [5, *TOKENS[start : start + 16]]) for start in (0, 16, 32))) / 43 for name in whole}, 1e-6)  # fmt: skip
+    parts = [calibrate(model, [5, *TOKENS[start : start + 16]]) for start in (0, 16, 32)]
+    agree(means(begun), {name: sum(p[name][0] for p in parts) / 43 for name in whole}, 1e-6)
 
 
 def test_the_model_is_left_as_it_was(folder: Path) -> None:
@@ -133,9 +133,14 @@ def test_the_model_is_left_as_it_was(folder: Path) -> None:
 
 def test_quantized_layers_are_observed_too(folder: Path, wanted: dict[str, np.ndarray], tmp_path: Path) -> None:
     model, _ = load_anything(folder)
-    nn.quantize(model, 64, 8, class_predicate=lambda path, module: hasattr(module, "to_quantized") and "down" not in path)
+    nn.quantize(
+        model, 64, 8, class_predicate=lambda path, module: hasattr(module, "to_quantized") and "down" not in path
+    )
     agree(means(calibrate(model, TOKENS)), wanted, 0.05)
     rsv_format.quantize(folder, tmp_path / "m.rsv", bits=8, importance="none")
+    model, _ = load_anything(tmp_path / "m.rsv")
+    agree(means(calibrate(model, TOKENS)), wanted, 0.05)
+    rsv_format.quantize(folder, tmp_path / "m.rsv", bits_per_weight=20, embedding_bits=8, importance=wanted)
     model, _ = load_anything(tmp_path / "m.rsv")
     agree(means(calibrate(model, TOKENS)), wanted, 0.05)
 
@@ -293,7 +298,11 @@ def test_calibrate_then_quantize(folder: Path, wanted: dict[str, np.ndarray], tm
     assert again.read_bytes() == out.read_bytes()
     rsv("calibrate", tmp_path / "a.rsv", "-t", text, "-o", again, "--tokens", 20, "--chunk", 8)
     keys = gguf.GGUFReader(again).fields
-    assert [keys[f"imatrix.{key}"].contents() for key in ("datasets", "chunk_count", "chunk_size")] == [["text.txt"], 3, 8]
+    assert [keys[f"imatrix.{key}"].contents() for key in ("datasets", "chunk_count", "chunk_size")] == [
+        ["text.txt"],
+        3,
+        8,
+    ]
 
 
 def test_calibrate_fails_with_a_code(folder: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from rsv_cli.app import app
 
 CONFIG = {"model_type": "llama", "hidden_size": 96}
 RSV = [sys.executable, "-W", "error", "-m", "rsv_cli"]
-COMMANDS = ("quantize", "info", "verify", "compare", "export", "extract", "generate", "doctor")
+COMMANDS = ("quantize", "calibrate", "info", "verify", "compare", "export", "extract", "generate", "doctor")
 
 
 def rsv(*arguments: object) -> Result:
@@ -153,6 +153,13 @@ def test_quantize_passes_its_options_on(model: Path, tmp_path: Path) -> None:
         ("--seed", -1),
         ("--seed", 2**53),
         ("--threads", 0),
+        ("--bits-per-weight", 0),
+        ("--bits-per-weight", 1.5),
+        ("--bits-per-weight", "nan"),
+        ("--bits", 4, "--bits-per-weight", 4.5),
+        ("--embedding-bits", 9),
+        ("--embedding-bits", ""),
+        ("--embedding-bits", "some"),
         ("--persist-rotation",),
         ("--include", "nothing.*"),
         ("--surprise",),
@@ -161,6 +168,20 @@ def test_quantize_passes_its_options_on(model: Path, tmp_path: Path) -> None:
 def test_bad_option_values_are_usage_errors(model: Path, tmp_path: Path, options: tuple[object, ...]) -> None:
     failed(2, "quantize", model, "-o", tmp_path / "out.rsv", *options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_quantize_spends_a_budget(model: Path, tmp_path: Path) -> None:
+    out, wanted = tmp_path / "out.rsv", tmp_path / "wanted.rsv"
+    text = ok("quantize", model, "-o", out, "--bits-per-weight", 6.5, "--embedding-bits", 5)
+    rsv_format.quantize(model, wanted, bits_per_weight=6.5, embedding_bits=5)
+    assert out.read_bytes() == wanted.read_bytes()
+    found = re.search(r"([0-9.]+) bits per weight", text)
+    assert found is not None and 3 < float(found[1]) <= 6.5
+    tree = json.loads(ok("info", out, "--json"))
+    assert tree["metadata"]["quantizer.bits_per_weight"] == "6.5"
+    assert {x["name"]: x["bits"] for x in tree["layers"]}["model.embed_tokens"] == 5
+    ok("quantize", model, "-o", out, "--embedding-bits", "keep", "--seed", 3)
+    assert "model.embed_tokens" not in ok("info", out, "--layers").split("Kept tensors")[0]
 
 
 def test_quantize_fails_with_the_code_of_the_library(tmp_path: Path) -> None:

@@ -110,6 +110,26 @@ def test_embedding_has_the_dtypes_and_shapes_of_mlx(dtype: Any) -> None:
     assert not table.unfreeze().trainable_parameters()
 
 
+def test_embedding_and_experts_from_those_of_mlx() -> None:
+    plain, experts = nn.Embedding(24, 64), SwitchLinear(64, 6, 5)
+    plain.set_dtype(mx.float16)
+    experts.bias = mx.array(matrix(5, 6))
+    tokens, x, chosen = mx.array([3, 23]), mx.array(matrix(2, 1, 1, 64)), mx.array([[0, 4], [1, 1]])
+    for quantize in (False, True):
+        table = rsv_mlx.QuantizedEmbedding.from_embedding(plain.to_quantized(32, 8) if quantize else plain, bits=8)
+        assert table(tokens).dtype == mx.float16
+        close(table(tokens), plain(tokens), 0.02)
+        switch = experts.to_quantized(32, 8) if quantize else experts
+        close(rsv_mlx.QuantizedSwitchLinear.from_switch_linear(switch, bits=8)(x, chosen), experts(x, chosen), 0.03)
+
+
+def test_embedding_from_the_other_modes_of_mlx() -> None:
+    affine = nn.Embedding(24, 64).to_quantized(mode="mxfp4")
+    table = rsv_mlx.QuantizedEmbedding.from_embedding(affine, bits=8)
+    assert table.dtype == affine(mx.array([1])).dtype
+    close(table(mx.array([3])), affine(mx.array([3])), 0.05)
+
+
 def test_embedding_in_a_file_takes_the_place_of_one_in_a_model(tmp_path: Path) -> None:
     data = quantized(matrix(96, 64), name="table")
     norm = np.ones(64, np.float16)
@@ -305,6 +325,18 @@ def test_saved_and_loaded_logits_are_the_same(
     assert trainable and not trainable & modules_of(loaded, PACKED).keys()
 
 
+@pytest.mark.parametrize("codebook", ["lloyd-max", "uniform"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_the_rest_of_a_model_can_be_trained(family: str, codebook: str) -> None:
+    model, _ = make(family)
+    rsv_mlx.quantize_model(model, codebook=codebook, embedding_bits=4)
+    tokens = mx.array(TOKENS)
+    _, gradients = nn.value_and_grad(model, lambda: model(tokens).square().mean())()
+    found = dict(tree_flatten(gradients))
+    assert "model.norm.weight" in found and not any("_proj" in path or "embed" in path for path in found)
+    assert all(bool(mx.isfinite(array).all()) for array in found.values())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_transform_is_saved_as_it_is(kind: str, tmp_path: Path) -> None:
     options = dict(KINDS[kind])
@@ -423,6 +455,19 @@ def test_quantizing_refuses_before_it_changes_anything() -> None:
         rsv_mlx.quantize_model(model)
     assert isinstance(model.model.layers[1].mlp.up_proj, nn.Linear)
     assert isinstance(model.model.layers[0].mlp.up_proj, rsv_mlx.QuantizedLinear)
+
+
+def test_large_weights_are_dense_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = make("qwen3_moe")
+    rsv_mlx.quantize_model(whole, embedding_bits=4)
+    monkeypatch.setattr("rsv_mlx.quantizing._BLOCK", 64 * 5)
+    parts, _ = make("qwen3_moe")
+    rsv_mlx.quantize_model(parts, embedding_bits=4)
+    assert same_bytes(parts(mx.array(TOKENS)), whole(mx.array(TOKENS)))
+    model, _ = make()
+    model.model.layers[0].mlp.up_proj.weight[8, 4] = float("inf")
+    with pytest.raises(RsvError, match=r"row 3, column 4 is inf \(counted from row 5\)"):
+        rsv_mlx.quantize_model(model)
 
 
 def test_graft_of_some_layers(tmp_path: Path) -> None:

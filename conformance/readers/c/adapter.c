@@ -1,4 +1,5 @@
-/* The adapter of conformance/PROTOCOL.md on top of rsv.h: decode, verify, dequantize; encode answers 77. */
+/* The adapter of conformance/PROTOCOL.md on top of rsv.h: decode, verify, dequantize, each
+ * also in batch mode; encode answers 77. */
 #define _POSIX_C_SOURCE 200809L
 #include "rsv.h"
 
@@ -7,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Output is kept until it is complete, since dequantize may find a fault in its middle. */
+/* Standard output, or memory: dequantize may find a fault in its middle, and a line of a batch is one line. */
 static FILE *out;
 
 static void *allocate(size_t count, size_t nbytes)
@@ -26,7 +27,7 @@ static int refuse(const rsv_error *error)
         fprintf(stderr, "rsv-adapter: %s: %s\n", rsv_code_name(error->code), error->message);
         return 2;
     }
-    printf("{\"error\":\"%s\",\"where\":\"%s\"}\n", rsv_code_name(error->code), error->message);
+    fprintf(out, "{\"error\":\"%s\",\"where\":\"%s\"}\n", rsv_code_name(error->code), error->message);
     return 1;
 }
 
@@ -372,29 +373,25 @@ static rsv_code dequantize(const rsv_file *file, rsv_error *error)
     return code;
 }
 
-int main(int argc, char **argv)
+/* The exit code; what is to be printed has been written to out. */
+static int answer(const char *operation, const char *path)
 {
-    if (argc != 3) {
-        fputs("usage: rsv-adapter decode|verify|dequantize|encode FILE\n", stderr);
-        return 77;
-    }
-    const char *operation = argv[1];
     if (strcmp(operation, "decode") && strcmp(operation, "verify") && strcmp(operation, "dequantize"))
         return 77;
     rsv_file *file;
     rsv_error error;
-    if (rsv_open_path(argv[2], &file, &error))
+    if (rsv_open_path(path, &file, &error))
         return refuse(&error);
     rsv_code code = RSV_OK;
+    FILE *whole = out;
     char *buffer = NULL;
     size_t nbytes = 0;
     if (!strcmp(operation, "decode")) {
-        out = stdout;
         decode(file);
     } else if (!strcmp(operation, "verify")) {
         code = rsv_verify(file, NULL, NULL, NULL, &error);
         if (!code)
-            puts("{}");
+            fputs("{}\n", out);
     } else {
         out = open_memstream(&buffer, &nbytes);
         if (!out)
@@ -402,12 +399,55 @@ int main(int argc, char **argv)
         code = dequantize(file, &error);
         if (fclose(out))
             return 2;
+        out = whole;
         if (!code)
-            fwrite(buffer, 1, nbytes, stdout);
+            fwrite(buffer, 1, nbytes, out);
         free(buffer);
     }
     rsv_close(file);
-    if (code)
-        return refuse(&error);
-    return fflush(stdout) || ferror(stdout) ? 2 : 0;
+    return code ? refuse(&error) : 0;
+}
+
+static int batch(void)
+{
+    char *line = NULL;
+    size_t room = 0;
+    puts("{\"batch\":1}");
+    fflush(stdout);
+    for (ssize_t size; (size = getline(&line, &room, stdin)) > 0;) {
+        char *buffer = NULL, *tab = strchr(line, '\t');
+        size_t nbytes = 0;
+        if (line[size - 1] == '\n')
+            line[size - 1] = 0;
+        if (!tab)
+            return 2;
+        *tab = 0;
+        out = open_memstream(&buffer, &nbytes);
+        if (!out)
+            return 2;
+        int code = answer(line, tab + 1);
+        if (fclose(out) || code == 2)
+            return 2;
+        for (size_t i = 0; i < nbytes; i++) /* the header's line feeds; none are within strings */
+            if (buffer[i] == '\n' || buffer[i] == '\r')
+                buffer[i] = ' ';
+        printf("{\"exit\":%d,\"output\":%s}\n", code, nbytes ? buffer : "null");
+        fflush(stdout);
+        free(buffer);
+    }
+    free(line);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    out = stdout;
+    if (argc == 2 && !strcmp(argv[1], "batch"))
+        return batch();
+    if (argc != 3) {
+        fputs("usage: rsv-adapter decode|verify|dequantize|encode FILE, or batch\n", stderr);
+        return 77;
+    }
+    int code = answer(argv[1], argv[2]);
+    return fflush(stdout) || ferror(stdout) ? 2 : code;
 }
