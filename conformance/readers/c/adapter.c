@@ -1,5 +1,5 @@
-/* The adapter of conformance/PROTOCOL.md on top of rsv.h: decode, verify, dequantize, each
- * also in batch mode; encode answers 77. */
+/* The adapter of conformance/PROTOCOL.md on top of rsv.h: decode, verify, dequantize and batch;
+ * encode answers 77. */
 #define _POSIX_C_SOURCE 200809L
 #include "rsv.h"
 
