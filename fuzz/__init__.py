@@ -4,8 +4,9 @@
 - signing: files from trees, digests and sizes put right
 - mutate: damage with structure
 - corpus: seeds from the conformance vectors
+- exercise: all that may be asked of a file
 - fuzz_python: the coverage-guided target of rsv_format; that of the C reader is conformance/readers/c/fuzz.c
-- differential: the same files through the three readers
+- adapters: the other readers;  agree: equal within bounds;  differential: the same files through the three readers
 - bitflips: every bit and every truncation of a file
 - memory: what a hostile file costs to open
 """

@@ -1,6 +1,6 @@
 """Every single-bit flip and every truncation of a small file, in three readers: all refused, with the same codes.
 
-    python fuzz/bitflips.py [FILE]
+    python -m fuzz.bitflips [FILE]
 
 The exception are the 16 bits of version_minor, any value of which a reader must accept (RSV-103).
 """

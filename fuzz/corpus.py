@@ -1,6 +1,6 @@
 """Seeds for the fuzzers: the small files of the conformance vectors and of fuzz/regressions, without their zeros.
 
-python fuzz/corpus.py FOLDER
+python -m fuzz.corpus FOLDER
 """
 
 from __future__ import annotations

@@ -65,7 +65,10 @@ class Readers:
 
 def code(answer: Answer) -> str:
     """ "ok", the code, or "crash"."""
-    return {0: "ok", 1: str((answer[1] or {}).get("error"))}.get(answer[0], "crash")  # type: ignore[call-overload, no-any-return]
+    exit_code, output = answer
+    if exit_code == 1:
+        return str(output["error"])
+    return "ok" if exit_code == 0 else "crash"
 
 
 def compare(readers: Readers, path: Path) -> tuple[str, str]:

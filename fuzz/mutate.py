@@ -203,6 +203,25 @@ def reshape(tree: Any, rng: random.Random, donor: Any) -> None:
         layer.set(member, rng.choice([1, 2, 3, 17]))
 
 
+def enlarge(tree: Any, rng: random.Random, donor: Any) -> None:
+    """Lengths each of which is legal, whose products or sums exceed 2^53 - 1 (RSV-503)."""
+    kind = rng.randrange(3)
+    layers, tensors, attachments = (_list(tree, name) or [] for name in TABLES[2:])
+    if kind == 0 and layers and isinstance(layers[0], Members):
+        layers[0].set("transform", None)
+        for member, largest in (("in_features", 2**24), ("out_features", 2**31 - 1), ("stack", 65535)):
+            layers[0].set(member, rng.choice([1, 3, largest - 1, largest]))
+    elif kind == 1 and tensors and isinstance(tensors[0], Members):
+        lengths = [0, 1, 3, 2**20, 2**31, 2**50, 2**53 - 1]
+        tensors[0].set("shape", [rng.choice(lengths) for _ in range(rng.randint(1, 8))])
+    elif attachments:
+        attachments[:] = [copy.deepcopy(attachments[0]) for _ in range(rng.randint(1, 5))]
+        for i, attachment in enumerate(attachments):
+            if isinstance(attachment, Members):
+                attachment.set("name", f"a{i}")
+                attachment.set("nbytes", 2 ** rng.randint(46, 53) - rng.choice([1, 64, 16384]))
+
+
 def point(tree: Any, rng: random.Random, donor: Any) -> None:
     """Another codebook or transform."""
     layers = [x for x in _list(tree, "layers") or [] if isinstance(x, Members)]
@@ -236,7 +255,7 @@ def damage_blob(tree: Any, rng: random.Random, donor: Any) -> None:
 
 MUTATIONS: list[tuple[Callable[[Any, random.Random, Any], None], int]] = [
     (replace, 3), (change_number, 2), (drop, 1), (repeat, 2), (rename, 2), (exchange, 2), (shuffle, 1), (insert, 1),
-    (graft, 3), (reshape, 4), (point, 1), (damage_blob, 5),
+    (graft, 3), (reshape, 4), (enlarge, 1), (point, 1), (damage_blob, 5),
 ]  # fmt: skip
 
 

@@ -46,8 +46,8 @@ def quantize(
     bits_per_weight: Annotated[
         float | None,
         typer.Option("--bits-per-weight", metavar="X", help="Instead of --bits: a budget, such as 4.5, for all that "
-                     "is not kept, scales and header too. Each layer gets 2 to 8 bits, the more the more it matters.",
-                     show_default=False),
+                     "is not kept, scales and header too. What is beyond whole bits for all goes to the layers "
+                     "with the largest error.", show_default=False),
     ] = None,
     embedding_bits: Annotated[
         str,

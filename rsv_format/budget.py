@@ -8,6 +8,10 @@ distributed and spreads the error evenly, so that, with c the channel scales and
 D is convex in b: to take, again and again, the step of the largest decrease per byte is optimal but for what is
 left at the end. Y. Shoham, A. Gersho, "Efficient bit allocation for an arbitrary set of quantizers", IEEE Trans.
 ASSP 36 (1988).
+
+No layer gets fewer bits than all could have alike, and none many more: the sum of the errors says little of what
+a model loses when some layers are much worse than the rest. SmolLM2-135M at 3.08 bits per weight has perplexity 50
+with 3 bits for all, and 86 with 2 to 8 bits and a lower sum; at 3.5, 51 with 2 to 8 bits and 41 with 3 or 4.
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ def quantized_nbytes(header: Header) -> int:
 
 
 def spend(
-    demands: Sequence[Demand], *, kind: str, limit: int, size: Callable[[Mapping[str, int]], int]
+    demands: Sequence[Demand], *, kind: str, limit: int, size: Callable[[Mapping[str, int]], int], reach: int = 1
 ) -> dict[str, int]:
     """Bits for each layer.
 
@@ -82,28 +86,33 @@ def spend(
         Bytes that may be used in all.
     size : callable
         From bits by name to bytes in all: indices and everything else.
+    reach : int
+        How many levels above the one that all could have.
 
     Raises
     ------
     RsvError
         bad_argument: the limit is below the size at the fewest bits.
     """
-    least = dict.fromkeys((demand.name for demand in demands), LEVELS[kind][0])
-    room = limit - size(least)
-    while room >= 0:
-        bits = _allocated(demands, kind, room)
+    names = [demand.name for demand in demands]
+    affordable = [i for i, bits in enumerate(LEVELS[kind]) if size(dict.fromkeys(names, bits)) <= limit]
+    if not affordable:
+        least = size(dict.fromkeys(names, LEVELS[kind][0]))
+        raise RsvError("bad_argument", "bits_per_weight", f"it allows {limit} bytes, and {least} are the least")
+    levels = LEVELS[kind][affordable[-1] :][: reach + 1]
+    even = dict.fromkeys(names, levels[0])
+    room = limit - size(even)
+    while room > 0:
+        bits = _allocated(demands, kind, levels, room)
         excess = size(bits) - limit
         if excess <= 0:
             return bits
         room -= excess  # padding and codebooks have grown too
-    if size(least) <= limit:
-        return least
-    raise RsvError("bad_argument", "bits_per_weight", f"it allows {limit} bytes: {size(least)} are the least")
+    return even
 
 
-def _allocated(demands: Sequence[Demand], kind: str, room: int) -> dict[str, int]:
-    """The greedy allocation of so many bytes of indices beyond the fewest."""
-    levels = LEVELS[kind]
+def _allocated(demands: Sequence[Demand], kind: str, levels: Sequence[int], room: int) -> dict[str, int]:
+    """The greedy allocation of so many bytes of indices beyond the lowest level."""
     distortions = [distortion(codebook(kind, bits).astype(np.float64)) for bits in levels]
 
     def step(demand: Demand, level: int) -> tuple[float, str, Demand, int, int]:
@@ -112,7 +121,7 @@ def _allocated(demands: Sequence[Demand], kind: str, room: int) -> dict[str, int
         return -gain / nbytes, demand.name, demand, level + 1, nbytes
 
     chosen = dict.fromkeys((demand.name for demand in demands), levels[0])
-    heap = [step(demand, 0) for demand in demands]
+    heap = [step(demand, 0) for demand in demands if len(levels) > 1]
     heapq.heapify(heap)
     while heap:
         gain, name, demand, level, nbytes = heapq.heappop(heap)

@@ -93,9 +93,9 @@ def quantize(
     bits, codebook, rotation, persist_rotation, seed, threads
         As `quantize_matrix`; 4 bits unless given.
     bits_per_weight : float, optional
-        Instead of bits: each linear layer gets 2 to 8, so that the weighted error is least and the summary's
-        bits_per_weight, which counts scales, transforms, header and padding too, is at most this. Layers
-        whose importance is not known count like the mean of those whose is.
+        Instead of bits: linear layers get as many as all can have, 2 to 8, and those whose weighted error is
+        largest one more, so that the summary's bits_per_weight, which counts scales, transforms, header and
+        padding too, is at most this. Layers whose importance is not known count like the mean of the others.
     embedding_bits : int, optional
         1 to 8: embedding tables, and heads that are not tied to one, become layers too.
     importance : "auto", "gains", "none", path or mapping

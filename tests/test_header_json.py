@@ -360,12 +360,14 @@ ODD_VALUES = [
 ]  # fmt: skip
 
 
-def test_every_place_with_every_odd_value() -> None:
-    tree = full_tree()
+@pytest.mark.parametrize("table", full_tree())
+def test_every_place_with_every_odd_value(table: str) -> None:
+    full = full_tree()
+    tree = tree_of(**{table: full[table][:1] if table == "layers" else full[table]})
     assert agree(tree)
-    chosen = [path for path in places(tree) if path[:2] != ("layers", 1)]  # like the first
+    chosen = [path for path in places(tree) if path[0] == table]
     results = [agree(replaced(tree, path, value)) for path in chosen for value in ODD_VALUES]
-    assert 0.05 < sum(results) / len(results) < 0.5  # both verdicts are frequent
+    assert 0 < sum(results) < len(results)
 
 
 def test_an_unknown_member_anywhere() -> None:

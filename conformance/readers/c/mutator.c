@@ -30,7 +30,8 @@ static const char *const scalars[] = {
     "false", "\"\"", "\"f32\"", "\"f16\"", "\"bf16\"", "\"bool\"", "\"u8\"", "\"i64\"", "\"signs\"", "\"values\"",
     "\"hartley\"", "\"matrix\"", "\"haar\"", "\"\\u0000\"", "\"\\ud800\"", "\"\\udc00\\ud800\"", "\"\\ud83d\\ude00\"",
     "\"\\u0061\"", "\"a.weight\"", "\"a.bias\"", "\"\x7f\"", "\"\xc3\xa9\"", "\"\xed\xa0\x80\"", "\"\xff\"", "\"A/b\"",
-    "[]", "{}", "[0]", "[0,9007199254740991]", "[3,3]", "[1,1,1,1,1,1,1,1]", "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]",
+    "[]", "{}", "[0]", "[0,9007199254740991]", "[3,3]", "[1,1,1,1,1,1,1,1]",
+    "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]",
     "{\"\":0,\"\":1}", "{\"a\":0,\"\\u0061\":0}", "\"__proto__\"",
 };
 static const char *const entries[] = {
@@ -44,8 +45,17 @@ static const char *const entries[] = {
     "{\"dim\":6,\"hadamard\":2,\"diagonal\":null,\"factor\":{\"kind\":\"hartley\"}}",
     "{\"dim\":200,\"hadamard\":1,\"diagonal\":null,\"factor\":{\"kind\":\"hartley\"}}",
     "{\"dim\":4,\"hadamard\":4,\"diagonal\":{\"kind\":\"values\"," SHA "},\"factor\":null}",
-    "{\"name\":\"b\",\"in_features\":6,\"out_features\":2,\"stack\":1,\"codebook\":0,\"transform\":null,\"bias\":null," SHA "}",
-    "{\"name\":\"c\",\"in_features\":6,\"out_features\":1,\"stack\":3,\"codebook\":0,\"transform\":0,\"bias\":\"f16\"," SHA "}",
+    "{\"name\":\"b\",\"in_features\":6,\"out_features\":2,\"stack\":1,\"codebook\":0,\"transform\":null,"
+    "\"bias\":null," SHA "}",
+    "{\"name\":\"c\",\"in_features\":6,\"out_features\":1,\"stack\":3,\"codebook\":0,\"transform\":0,"
+    "\"bias\":\"f16\"," SHA "}",
+    "{\"name\":\"h\",\"in_features\":16777216,\"out_features\":2147483647,\"stack\":65535,\"codebook\":0,"
+    "\"transform\":null,\"bias\":\"f32\"," SHA "}",
+    "{\"name\":\"i\",\"in_features\":1,\"out_features\":2147483647,\"stack\":65535,\"codebook\":0,"
+    "\"transform\":null,\"bias\":\"f32\"," SHA "}",
+    "{\"dim\":16777216,\"hadamard\":1,\"diagonal\":null,\"factor\":{\"kind\":\"matrix\"," SHA "}}",
+    "{\"name\":\"e\",\"media_type\":\"a/b\",\"nbytes\":9007199254740991," SHA "}",
+    "{\"dim\":256,\"hadamard\":1,\"diagonal\":null,\"factor\":{\"kind\":\"hartley\"}}",
     "{\"name\":\"t\",\"dtype\":\"f64\",\"shape\":[2,0,3]," SHA "}",
     "{\"name\":\"d\",\"media_type\":\"a/b\",\"nbytes\":3," SHA "}",
     "\"x\":{\"a\":[1,null]}",
