@@ -8,7 +8,7 @@ help:
 	@echo "make test   run the tests"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  run the benchmarks (some minutes to an hour)"
-	@echo "make fuzz   property-based fuzzing for a long time"
+	@echo "make fuzz   fuzz the three readers, some minutes (needs clang and node)"
 	@echo "make clean  remove what the other commands made"
 
 demo: .venv-demo/ready
@@ -28,6 +28,14 @@ bench: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.quality
 
 fuzz: .venv-test/ready
+	.venv-test/bin/python -m pip install --quiet --disable-pip-version-check atheris
+	$(MAKE) -C conformance/readers/c all sanitize fuzz
+	.venv-test/bin/python -m fuzz.corpus build/fuzz/seeds
+	mkdir -p build/fuzz/c build/fuzz/python
+	conformance/readers/c/build/rsv-fuzz -max_len=4096 -runs=200000 build/fuzz/c build/fuzz/seeds
+	.venv-test/bin/python -m fuzz.fuzz_python -runs=100000 build/fuzz/python build/fuzz/seeds
+	.venv-test/bin/python -m fuzz.differential --count 5000
+	.venv-test/bin/python -m fuzz.bitflips
 	RSV_FUZZ=1 .venv-test/bin/python -m pytest tests/test_hypothesis.py
 
 .venv-demo/ready: pyproject.toml

@@ -204,16 +204,21 @@ def reshape(tree: Any, rng: random.Random, donor: Any) -> None:
 
 
 def enlarge(tree: Any, rng: random.Random, donor: Any) -> None:
-    """Lengths each of which is legal, whose products or sums exceed 2^53 - 1 (RSV-503)."""
-    kind = rng.randrange(3)
-    layers, tensors, attachments = (_list(tree, name) or [] for name in TABLES[2:])
+    """Lengths each of which is legal; their products or sums may exceed 2^53 - 1 (RSV-503)."""
+    kind = rng.randrange(4)
+    transforms, layers, tensors, attachments = (_list(tree, name) or [] for name in TABLES[1:])
     if kind == 0 and layers and isinstance(layers[0], Members):
-        layers[0].set("transform", None)
+        transforms.clear()
+        for layer in layers:
+            if isinstance(layer, Members):
+                layer.set("transform", None)
         for member, largest in (("in_features", 2**24), ("out_features", 2**31 - 1), ("stack", 65535)):
             layers[0].set(member, rng.choice([1, 3, largest - 1, largest]))
     elif kind == 1 and tensors and isinstance(tensors[0], Members):
         lengths = [0, 1, 3, 2**20, 2**31, 2**50, 2**53 - 1]
         tensors[0].set("shape", [rng.choice(lengths) for _ in range(rng.randint(1, 8))])
+    elif kind == 2 and transforms and isinstance(transforms[0], Members):
+        transforms[0].set("dim", rng.choice([2**15, 2**24]))
     elif attachments:
         attachments[:] = [copy.deepcopy(attachments[0]) for _ in range(rng.randint(1, 5))]
         for i, attachment in enumerate(attachments):

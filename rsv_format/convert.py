@@ -48,6 +48,7 @@ from rsv_format.writer import (
 )
 
 _DEFAULT_BITS = 4
+_IMPORTANCES = ("auto", "gains", "none")
 _TABLES = frozenset({"embed_tokens", "wte", "lm_head"})  # one row a token
 
 Importance = str | os.PathLike[str] | Mapping[str, Floats]
@@ -296,6 +297,7 @@ class _Job:
             "quantizer.codebook": self.codebook,
             "quantizer.rotation": self.rotation,
             "quantizer.seed": str(self.seed),
+            "quantizer.importance": self._named_importance(),
         }
         if self.bits_per_weight is not None:
             metadata["quantizer.bits_per_weight"] = f"{self.bits_per_weight:g}"
@@ -358,6 +360,11 @@ class _Job:
                 # what is not finite is refused, by its place, when it is quantized
                 demands.append(Demand(name, dim, rows, error if np.isfinite(error) else 0.0))
         return demands
+
+    def _named_importance(self) -> str:
+        """What was asked for; a file's path or a mapping is just "given"."""
+        wanted = self.wanted_importance
+        return wanted if isinstance(wanted, str) and wanted in _IMPORTANCES else "given"
 
     def _importance(self, importance: Importance) -> Mapping[str, Floats]:
         """Mean squared activations of the layers for which they are known."""

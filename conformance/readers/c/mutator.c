@@ -54,6 +54,7 @@ static const char *const entries[] = {
     "{\"name\":\"i\",\"in_features\":1,\"out_features\":2147483647,\"stack\":65535,\"codebook\":0,"
     "\"transform\":null,\"bias\":\"f32\"," SHA "}",
     "{\"dim\":16777216,\"hadamard\":1,\"diagonal\":null,\"factor\":{\"kind\":\"matrix\"," SHA "}}",
+    "{\"dim\":32768,\"hadamard\":1,\"diagonal\":null,\"factor\":{\"kind\":\"haar\",\"seed\":7," SHA "}}",
     "{\"name\":\"e\",\"media_type\":\"a/b\",\"nbytes\":9007199254740991," SHA "}",
     "{\"dim\":256,\"hadamard\":1,\"diagonal\":null,\"factor\":{\"kind\":\"hartley\"}}",
     "{\"name\":\"t\",\"dtype\":\"f64\",\"shape\":[2,0,3]," SHA "}",
