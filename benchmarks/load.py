@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import drop_from_page_cache, in_fresh_process, machine, peak_nbytes, smollm2, table
+from benchmarks.common import drop_from_page_cache, in_fresh_process, machine, peak_nbytes, smollm2, start_peak, table
 
 QWEN = {
     "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "intermediate_size": 4864,
@@ -64,7 +64,7 @@ def ours(path: str, repeat: int) -> dict[str, Any]:
     import rsv_mlx
 
     mx.eval(mx.zeros(1))
-    before, times, parts = peak_nbytes(), [], []
+    before, times, parts = start_peak(), [], []
     for _ in range(repeat):
         started = time.perf_counter()
         model, report = rsv_mlx.load_model(path, dtype="keep", return_report=True)
@@ -81,7 +81,7 @@ def mlx_lm_load(path: str, repeat: int) -> dict[str, Any]:
     from mlx_lm.utils import load_model
 
     mx.eval(mx.zeros(1))
-    before, times = peak_nbytes(), []
+    before, times = start_peak(), []
     for _ in range(repeat):
         started = time.perf_counter()
         model, _ = load_model(Path(path))
@@ -96,7 +96,7 @@ def floor(path: str, repeat: int) -> dict[str, Any]:
     import mlx.core as mx
 
     mx.eval(mx.zeros(1))
-    before, times = peak_nbytes(), []
+    before, times = start_peak(), []
     for _ in range(repeat):
         started = time.perf_counter()
         arrays = mx.load(path)
@@ -143,7 +143,7 @@ def running(path: str, kind: str) -> dict[str, Any]:
     import rsv_mlx
 
     mx.eval(mx.zeros(1))
-    before = peak_nbytes()
+    before = start_peak()
     if kind in ("packed", "dense"):
         model = rsv_mlx.load_model(path, dtype=mx.float32, materialize=kind)
     else:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import QWEN_BLOCK, in_fresh_process, machine, peak_nbytes, seconds, table
+from benchmarks.common import QWEN_BLOCK, in_fresh_process, machine, peak_nbytes, seconds, start_peak, table
 
 BITS = 4
 WEIGHTS = sum(rows * columns for _, rows, columns in QWEN_BLOCK)
@@ -75,7 +75,7 @@ def memory(path: str, blocks: str) -> dict[str, float]:
     tiny = Path(path, "tiny.safetensors")
     safetensors.numpy.save_file({"a.weight": np.ones((8, 8), np.float32)}, str(tiny))
     rsv_format.quantize(tiny, Path(path, "tiny.rsv"))
-    before = peak_nbytes()
+    before = start_peak()
     report = rsv_format.quantize(source, out, bits=BITS)
     return {"peak": peak_nbytes() - before, "file": report.summary.nbytes}
 
