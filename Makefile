@@ -26,6 +26,7 @@ bench: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.open
 	.venv-bench/bin/python -m benchmarks.quantize
 	.venv-bench/bin/python -m benchmarks.quality
+	.venv-bench/bin/python -m benchmarks.load
 
 fuzz: .venv-test/ready
 	.venv-test/bin/python -m pip install --quiet --disable-pip-version-check atheris
