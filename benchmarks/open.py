@@ -6,7 +6,6 @@ Validators on the same header: jsonschema-rs, which rsv_format uses, and python-
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import tempfile
 from pathlib import Path
@@ -22,7 +21,7 @@ from rsv_format.header import (
     build_header,
     parse_json,
 )
-from rsv_format.layout import Prologue
+from rsv_format.layout import build_prologue
 from rsv_format.validate import walk
 
 COUNTS = (168, 20_000)
@@ -39,7 +38,7 @@ def write_sparse(path: Path, layers: int) -> bytes:
     _, nbytes = walk(header, len(text))
     with open(path, "wb") as file:
         file.truncate(nbytes)
-        file.write(Prologue(len(text), nbytes, hashlib.sha256(text).digest()).build())
+        file.write(build_prologue(text, nbytes))
         file.write(text)
     return text
 

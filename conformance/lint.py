@@ -166,7 +166,11 @@ def places(base: bytes, data: bytes) -> set[str]:
             out.add(name)
     (base_n, base_size), (n, size) = struct.unpack_from("<QQ", base, 16), struct.unpack_from("<QQ", data, 16)
     base_text = base[64 : 64 + base_n]
-    signed = n < 2**32 and len(data) >= 64 + n and hashlib.sha256(data[64 : 64 + n]).digest() == data[32:64]
+
+    def digest_covers(nbytes: int) -> bool:
+        return hashlib.sha256(data[:32] + data[64 : 64 + nbytes]).digest() == data[32:64]
+
+    signed = n < 2**32 and len(data) >= 64 + n and digest_covers(n)
     header = json.loads(base_text)
     used = segments(header)[-1][1]
     region_start = align(64 + base_n, 64)
@@ -185,7 +189,7 @@ def places(base: bytes, data: bytes) -> set[str]:
     else:
         if n != base_n:
             out.add("header_nbytes")
-        if data[32:64] != base[32:64]:
+        if data[32:64] != base[32:64] and not digest_covers(base_n):
             out.add("header_sha256")
         if data[64 : 64 + base_n] != base_text[: max(0, len(data) - 64)]:
             out.add("header text")

@@ -1,8 +1,6 @@
 """Every single-bit flip and every truncation of a small file, in three readers: all refused, with the same codes.
 
-    python -m fuzz.bitflips [FILE]
-
-The exception are the 16 bits of version_minor, any value of which a reader must accept (RSV-103).
+python -m fuzz.bitflips [FILE]
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "conformance" / "valid" / "spec-example.rsv"
 C = ROOT / "conformance" / "readers" / "c" / "build" / "rsv-bitflips"
 JAVASCRIPT = ROOT / "fuzz" / "bitflips.mjs"
-MINOR_BITS = range(8 * 10, 8 * 12)
 
 
 def answer(data: bytes | bytearray, *, verify: bool) -> str:
@@ -55,7 +52,7 @@ def python(path: Path) -> dict[str, Any]:
     data = path.read_bytes()
     answers = flips(data, range(8 * len(data)))
     accepted = [bit for bit, a in enumerate(answers) if a == "ok"]
-    assert accepted == list(MINOR_BITS), f"accepted with one of these bits flipped: {accepted}"
+    assert not accepted, f"accepted with one of these bits flipped: {accepted}"
     cuts = [answer(data[:length], verify=False) for length in range(len(data))]
     return {"flips": tally(answers), "truncations": tally(cuts)}
 
@@ -84,7 +81,7 @@ def main(path: Path) -> int:
     print(json.dumps(results["Python"], indent=1))
     same = all(found == results["Python"] for found in results.values())
     print("each answer is the same in all readers" if same else "the readers disagree")
-    whole = results["Python"]["truncations"]["answers"].get("ok", 0) == 0
+    whole = not any("ok" in one["answers"] for one in results["Python"].values())
     return 0 if same and whole else 1
 
 

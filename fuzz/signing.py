@@ -25,9 +25,10 @@ def align(x: int, a: int) -> int:
 def prologue(text: bytes, file_nbytes: int, /, **fields: Any) -> bytes:
     right = {
         "magic": MAGIC, "major": 1, "minor": 0, "flags": 0, "header_nbytes": len(text), "file_nbytes": file_nbytes,
-        "digest": hashlib.sha256(text).digest(),
     }  # fmt: skip
-    return struct.pack("<8sHHIQQ32s", *(right | fields).values())
+    digest = fields.pop("digest", None)
+    start = struct.pack("<8sHHIQQ", *(right | fields).values())
+    return start + (digest or hashlib.sha256(start + text).digest())
 
 
 def sign(tree: Any, style: Style | None = None, text: bytes | None = None) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,8 @@ from rsv_format.limits import CELL, MAX_HEADER_NBYTES, PAGE, PROLOGUE_NBYTES
 MAGIC = b"\x89RSV\r\n\x1a\n"
 VERSION_MAJOR = 1
 VERSION_MINOR = 0
+
+_SIGNED_NBYTES = 32  # of the prologue: all but the digest
 
 # name -> bytes per element, of tensors; biases use the last three of the float kinds
 DTYPE_NBYTES: dict[str, int] = {
@@ -43,10 +46,25 @@ class Prologue:
     header_sha256: bytes
     version_minor: int = VERSION_MINOR
 
-    def build(self) -> bytes:
-        """The 64 bytes."""
-        fields = {**vars(self), "magic": MAGIC, "version_major": VERSION_MAJOR, "flags": 0}
-        return bytes(_PROLOGUE.build(fields))
+
+def build_prologue(text: bytes, file_nbytes: int) -> bytes:
+    """The 64 bytes before a header."""
+    fields = {
+        "magic": MAGIC,
+        "version_major": VERSION_MAJOR,
+        "version_minor": VERSION_MINOR,
+        "flags": 0,
+        "header_nbytes": len(text),
+        "file_nbytes": file_nbytes,
+        "header_sha256": bytes(32),
+    }
+    signed = header_digest(bytes(_PROLOGUE.build(fields)), text)
+    return bytes(_PROLOGUE.build({**fields, "header_sha256": signed}))
+
+
+def header_digest(prologue: bytes, text: bytes) -> bytes:
+    """SHA-256 of the prologue up to the digest itself, then of the header."""
+    return hashlib.sha256(prologue[:_SIGNED_NBYTES] + text).digest()
 
 
 def parse_prologue(data: bytes, actual_nbytes: int) -> Prologue:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import hashlib
 import mmap as _mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from rsv_format.dtypes import NUMPY_DTYPE, to_float32
 from rsv_format.errors import RsvError
 from rsv_format.header import AttachmentEntry, Header, LayerEntry, TensorEntry, parse_header
-from rsv_format.layout import LayerLayout, blobs_start, layer_layout, parse_prologue
+from rsv_format.layout import LayerLayout, blobs_start, header_digest, layer_layout, parse_prologue
 from rsv_format.limits import PROLOGUE_NBYTES
 from rsv_format.packing import unpack_padded
 from rsv_format.rotation import Floats, Transform
@@ -51,11 +50,12 @@ def open(source: Source, *, mmap: bool = True) -> File:
         io_error, or any code of the framing, json, schema, reference and extent phases. SPEC section 9.
     """
     buffer = _buffer(source, mmap)
-    prologue = parse_prologue(bytes(buffer[:PROLOGUE_NBYTES]), buffer.nbytes)
+    start = bytes(buffer[:PROLOGUE_NBYTES])
+    prologue = parse_prologue(start, buffer.nbytes)
     end = PROLOGUE_NBYTES + prologue.header_nbytes
     text = bytes(buffer[PROLOGUE_NBYTES:end])
-    if hashlib.sha256(text).digest() != prologue.header_sha256:
-        raise RsvError("header_digest_mismatch", "header_sha256", "the header is not what was written")
+    if header_digest(start, text) != prologue.header_sha256:
+        raise RsvError("header_digest_mismatch", "header_sha256", "prologue and header are not what was written")
     if any(buffer[end : blobs_start(prologue.header_nbytes)]):
         raise RsvError("header_padding_nonzero", f"byte {end}", "the padding after the header must be zero")
     header = parse_header(text)

@@ -29,7 +29,7 @@ from rsv_format.header import (
     build_header,
     parse_header,
 )
-from rsv_format.layout import Prologue, layer_layout
+from rsv_format.layout import build_prologue, layer_layout
 from rsv_format.limits import MAX_HEADER_NBYTES, PROLOGUE_NBYTES
 from rsv_format.payload import codebook_faults, diagonal_faults, factor_faults, floats_faults, indices_faults
 from rsv_format.rotation import Transform
@@ -326,8 +326,7 @@ class Writer:
             raise RsvError("content_invalid", min(missing), f"{len(missing)} blobs were never written")
         text = build_header(self._with_digests())
         assert len(text) == self._header_nbytes and self._file is not None
-        prologue = Prologue(len(text), self._file_nbytes, hashlib.sha256(text).digest())
-        self._write(0, prologue.build())
+        self._write(0, build_prologue(text, self._file_nbytes))
         self._write(PROLOGUE_NBYTES, text)
         try:
             os.fsync(self._file.fileno())

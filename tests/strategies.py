@@ -50,11 +50,20 @@ def sign(text: bytes, rest: bytes = b"", file_nbytes: int | None = None, **field
     body = body.ljust(align(64 + len(body), 16384) - 64, b"\0")
     if file_nbytes is None:
         file_nbytes = 64 + len(body)
+    digest = fields.pop("digest", None)
     prologue = {
         "magic": b"\x89RSV\r\n\x1a\n", "major": 1, "minor": 0, "flags": 0, "header_nbytes": len(text),
-        "file_nbytes": file_nbytes, "digest": hashlib.sha256(text).digest(),
+        "file_nbytes": file_nbytes,
     }  # fmt: skip
-    return struct.pack("<8sHHIQQ32s", *(prologue | fields).values()) + body
+    start = struct.pack("<8sHHIQQ", *(prologue | fields).values())
+    return start + (digest or hashlib.sha256(start + text).digest()) + body
+
+
+def resized(file: bytes, nbytes: int) -> bytes:
+    """A file cut or padded with zeros, its prologue saying so, re-signed."""
+    start, header_nbytes = file[:24] + struct.pack("<Q", nbytes), struct.unpack_from("<Q", file, 16)[0]
+    digest = hashlib.sha256(start + file[64 : 64 + header_nbytes]).digest()
+    return (start + digest + file[64:])[:nbytes].ljust(nbytes, b"\0")
 
 
 def compact(tree: Any) -> bytes:
@@ -145,7 +154,7 @@ def _check(file: bytes) -> None:
     refuse_if(len(file) > file_nbytes, "trailing_bytes")
     refuse_if(align(64 + header_nbytes, 64) > file_nbytes, "header_out_of_bounds")
     text = file[64 : 64 + header_nbytes]
-    refuse_if(hashlib.sha256(text).digest() != digest, "header_digest_mismatch")
+    refuse_if(hashlib.sha256(file[:32] + text).digest() != digest, "header_digest_mismatch")
     refuse_if(any(file[64 + header_nbytes : align(64 + header_nbytes, 64)]), "header_padding_nonzero")
     tree = parse_strictly(text)
     requires = tree.get("requires") if isinstance(tree, dict) else None

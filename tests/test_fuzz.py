@@ -65,7 +65,7 @@ def test_flipped_bits_and_truncations() -> None:
     data = bitflips.FILE.read_bytes()
     bits = [*range(512), *range(512, 8 * len(data), 127)]
     answers = bitflips.flips(data, bits)
-    assert [bit for bit, answer in zip(bits, answers, strict=True) if answer == "ok"] == list(bitflips.MINOR_BITS)
+    assert [bit for bit, answer in zip(bits, answers, strict=True) if answer == "ok"] == []
     lengths = [*range(1500), *range(1500, len(data), 16)]
     cuts = {length: bitflips.answer(data[:length], verify=False) for length in lengths}
     assert cuts == {n: "file_too_short" if n < 64 else "file_truncated" for n in lengths}

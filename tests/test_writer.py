@@ -99,7 +99,7 @@ def test_the_canonical_rules(tmp_path: Path) -> None:
     text = data[64 : 64 + nbytes]
     tree = json.loads(text)
     assert (major, minor, flags, tree["requires"]) == (1, 0, 0, []) and file_nbytes == len(data)
-    assert text == rfc8785.dumps(tree) and data[32:64] == hashlib.sha256(text).digest()
+    assert text == rfc8785.dumps(tree) and data[32:64] == hashlib.sha256(data[:32] + text).digest()
     assert [x["name"] for x in tree["layers"]] == ["a", "b", "c"]
     assert [x["name"] for x in tree["tensors"]] == ["m", "n"]
     assert [x["name"] for x in tree["attachments"]] == ["Y", "z.json"]

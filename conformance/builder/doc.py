@@ -166,4 +166,4 @@ def prologue_bytes(
 ) -> bytes:  # fmt: skip
     header_nbytes = len(text) if header_nbytes is None else header_nbytes
     head = struct.pack("<8sHHIQQ", MAGIC, version_major, version_minor, flags, header_nbytes, file_nbytes)
-    return head + hashlib.sha256(text).digest()
+    return head + hashlib.sha256(head + text).digest()

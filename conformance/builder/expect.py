@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any
 
-from builder.doc import DTYPE_NBYTES, Doc
+from builder.doc import DTYPE_NBYTES, Doc, prologue_bytes
 from builder.kernel import (
     align,
     f32,
@@ -113,7 +113,7 @@ def decode(doc: Doc, text: bytes, version_minor: int = 0) -> dict[str, Any]:
     return {
         "version": [1, version_minor],
         "header_nbytes": len(text),
-        "header_sha256": hashlib.sha256(text).hexdigest(),
+        "header_sha256": prologue_bytes(text, file_nbytes=file_nbytes, version_minor=version_minor)[32:].hex(),
         "file_nbytes": file_nbytes,
         "header": header,
         "blobs": [{"kind": key[0], "entry": key[1], "offset": at, "nbytes": n} for key, at, n in places],

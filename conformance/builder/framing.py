@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from builder import valid
 from builder.cases import Cases
 from builder.doc import Doc, prologue_bytes
@@ -121,6 +123,14 @@ def all_cases(cases: Cases) -> None:
         )
     add(
         cases,
+        "minor-not-signed",
+        "header_digest_mismatch",
+        "RSV-109",
+        good[:10] + b"\1\0" + good[12:],
+        "version_minor, not signed",
+    )
+    add(
+        cases,
         "header-byte",
         "header_digest_mismatch",
         "RSV-109",
@@ -140,7 +150,7 @@ def all_cases(cases: Cases) -> None:
         "header-digest-of-cell",
         "header_digest_mismatch",
         "RSV-109",
-        good[:32] + prologue_bytes(good[64 : align(64 + len(text), 64)], file_nbytes=0)[32:] + good[64:],
+        good[:32] + hashlib.sha256(good[:32] + good[64 : align(64 + len(text), 64)]).digest() + good[64:],
         "header_sha256 is that of header and padding",
     )
     end = 64 + len(text)

@@ -115,7 +115,7 @@ void fuzz_prologue(uint8_t *p, size_t nbytes, size_t header_nbytes)
     memcpy(p, "\x89RSV\r\n\x1a\n\1\0\0\0\0\0\0\0", 16);
     put64(p + 16, header_nbytes);
     put64(p + 24, nbytes);
-    rsv_sha256(p + 64, header_nbytes, p + 32);
+    rsv_header_digest(p, header_nbytes, p + 32);
 }
 
 uint8_t *fuzz_pad(const uint8_t *input, size_t size, size_t *nbytes)

@@ -236,6 +236,15 @@ void rsv_sha256(const void *data, size_t nbytes, uint8_t digest[32])
     rsv_sha256_final(&state, digest);
 }
 
+void rsv_header_digest(const uint8_t *file, size_t header_nbytes, uint8_t digest[32])
+{
+    rsv_sha256_state state;
+    rsv_sha256_init(&state);
+    rsv_sha256_update(&state, file, 32);
+    rsv_sha256_update(&state, file + 64, header_nbytes);
+    rsv_sha256_final(&state, digest);
+}
+
 /* --------------------------------------------------------------------------------------- sorting */
 
 typedef int compare_fn(const void *context, uint32_t a, uint32_t b);
@@ -1364,7 +1373,7 @@ static rsv_code check_framing(const uint8_t *p, uint64_t nbytes, uint64_t *heade
     uint64_t end = PROLOGUE_NBYTES + length, padded = (end + CELL - 1) / CELL * CELL;
     if (padded > nbytes)
         return fail(error, RSV_HEADER_OUT_OF_BOUNDS, "the header does not fit the file");
-    rsv_sha256(p + PROLOGUE_NBYTES, (size_t)length, digest);
+    rsv_header_digest(p, (size_t)length, digest);
     if (memcmp(digest, p + 32, sizeof digest))
         return fail(error, RSV_HEADER_DIGEST_MISMATCH, "the header is damaged");
     for (uint64_t i = end; i < padded; i++)

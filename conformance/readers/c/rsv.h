@@ -216,6 +216,8 @@ void rsv_sha256_init(rsv_sha256_state *state);
 void rsv_sha256_update(rsv_sha256_state *state, const void *data, size_t nbytes);
 void rsv_sha256_final(rsv_sha256_state *state, uint8_t digest[32]);
 void rsv_sha256(const void *data, size_t nbytes, uint8_t digest[32]);
+/* What the bytes 32 to 63 of a file must be [RSV-109]. */
+void rsv_header_digest(const uint8_t *file, size_t header_nbytes, uint8_t digest[32]);
 
 float rsv_load_f32(const uint8_t *bytes); /* little-endian, at any address */
 float rsv_f16_to_f32(uint16_t bits);

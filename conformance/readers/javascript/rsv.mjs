@@ -177,6 +177,11 @@ export function sha256(data) {
   return hasher().update(data).hex();
 }
 
+/** What the bytes 32 to 63 of a file must be [RSV-109]. */
+export function headerDigest(file, text) {
+  return hasher().update(file.subarray(0, 32)).update(text).hex();
+}
+
 // ------------------------------------------------------------------------------------------------ bytes
 
 const LITTLE_ENDIAN_HOST = new Uint8Array(new Uint16Array([1]).buffer)[0] === 1;
@@ -926,7 +931,7 @@ export function open(source, { maxWork = 2 ** 38 } = {}) {
   const prologue = checkPrologue(bytes);
   const headerEnd = PROLOGUE_NBYTES + prologue.headerNbytes;
   const text = bytes.subarray(PROLOGUE_NBYTES, headerEnd);
-  if (sha256(text) !== prologue.headerSha256) throw new RsvError("header_digest_mismatch");
+  if (headerDigest(bytes, text) !== prologue.headerSha256) throw new RsvError("header_digest_mismatch");
   if (!allZero(bytes, headerEnd, align(headerEnd, CELL))) throw new RsvError("header_padding_nonzero");
   const checked = checkHeader(text);
   if (checked.fileNbytes !== prologue.fileNbytes) {

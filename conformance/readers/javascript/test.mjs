@@ -196,7 +196,7 @@ const withHeader = (bytes) => {
   out.set(tiny.subarray(0, 32));
   out.set(bytes, 64);
   new DataView(out.buffer).setBigUint64(16, BigInt(bytes.length), true);
-  out.set(createHash("sha256").update(bytes).digest(), 32);
+  out.set(createHash("sha256").update(out.subarray(0, 32)).update(bytes).digest(), 32);
   return out;
 };
 const codes = {};

@@ -9,6 +9,7 @@ import {
   RsvError,
   align,
   checkHeader,
+  headerDigest,
   open,
   sha256,
   verify,
@@ -167,7 +168,7 @@ export function write({ layers = [], tensors = [], attachments = [], metadata = 
   view.setUint16(8, 1, true);
   view.setBigUint64(16, BigInt(text.length), true);
   view.setBigUint64(24, BigInt(fileNbytes), true);
-  file.set(sha256(text).match(/../g).map((pair) => parseInt(pair, 16)), 32);
+  file.set(headerDigest(file, text).match(/../g).map((pair) => parseInt(pair, 16)), 32);
   file.set(text, PROLOGUE_NBYTES);
   let end = PROLOGUE_NBYTES + text.length;
   for (const item of data) {
