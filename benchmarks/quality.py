@@ -97,7 +97,7 @@ def ours(model: Model, **options: Any) -> tuple[Weights, float]:
 
 def variants(model: Model, quick: bool) -> Iterator[tuple[str, tuple[Weights, float]]]:
     """Everything that is measured, in the order of the table."""
-    yield "source (4.5 and 8.5 bits in the GGUF file), float32", (model.weights, 32.0)
+    yield "source (5.0 and 8.5 bits in the GGUF file), float32", (model.weights, 32.0)
     for bits, group in ((4, 64), (4, 32), (3, 64), (3, 32)):
         if not quick or bits == 4:
             yield f"MLX affine {bits} bits, group {group}", affine(model, bits, group)

@@ -19,6 +19,7 @@ from rsv_format.codebook import codebook as make_codebook
 from rsv_format.dtypes import FLOAT_DTYPES
 from rsv_format.errors import RsvError
 from rsv_format.header import (
+    NO_DIGEST,
     AttachmentEntry,
     CodebookEntry,
     DiagonalEntry,
@@ -407,8 +408,8 @@ class _Job:
         """What `make_transform` will make, before the numbers are known."""
         scales = np.ones(dim) if weighted else None
         if self.rotation == "haar" and dim > 1:
-            kind = FactorEntry("matrix", None, "0" * 64) if self.persist_rotation else None
-            factor = kind or FactorEntry("haar", self.seed, "0" * 64)
+            kind, seed = ("matrix", None) if self.persist_rotation else ("haar", self.seed)
+            factor = FactorEntry(kind, seed, NO_DIGEST)
             return TransformEntry(dim, 1, DiagonalEntry("values") if weighted else None, factor)
         transform = make_transform(dim, rotation=self.rotation, scales=scales)
         return None if transform is None else transform_entry(transform)
