@@ -2,8 +2,8 @@
 
 Peers: mlx-lm's own load of a 4-bit affine folder, VeloxQuant-MLX's reservoir (small and large file), and the floor:
 mx.load and eval of one array of as many bytes. Every load runs in fresh processes; imports come first and do not
-count. The model has the Qwen2.5-0.5B shape (24 blocks, 168 linear layers, random weights, a vocabulary of 1024 so
-that the linear layers are all that counts), or is SmolLM2 with its 49152-token embedding.
+count. Models: the linear layers of the Qwen2.5-0.5B shape (24 blocks, 168 layers, random weights, a vocabulary of
+1024 so that nothing else counts), the same shape whole, and SmolLM2-135M-Instruct.
 """
 
 from __future__ import annotations
@@ -19,45 +19,71 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import drop_from_page_cache, in_fresh_process, machine, peak_nbytes, smollm2, start_peak, table
+from benchmarks.common import (
+    QWEN_BLOCK,
+    drop_from_page_cache,
+    in_fresh_process,
+    machine,
+    peak_nbytes,
+    smollm2,
+    start_peak,
+    table,
+)
 
 QWEN = {
     "model_type": "qwen2", "hidden_size": 896, "num_hidden_layers": 24, "intermediate_size": 4864,
-    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 1024, "rms_norm_eps": 1e-6,
+    "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0, "max_position_embeddings": 32768, "tie_word_embeddings": True,
 }  # fmt: skip
+LINEAR, WHOLE, SMOLLM2 = "Qwen2.5-0.5B shape, 168 linear layers", "Qwen2.5-0.5B shape, whole", "SmolLM2-135M"
 PEER_BLOCKS = 1  # of 24: the peer takes minutes per block
+OURS, AFFINE, FLOOR = "rsv_mlx.load_model", "mlx_lm.utils.load_model, affine 4 bits", "floor: mx.load of as many bytes"
 
 
-def write_dense(folder: Path) -> None:
-    """A Hugging Face folder of the Qwen2.5-0.5B shape with random weights."""
+def write_random(folder: Path, config: dict[str, Any]) -> None:
+    """A Hugging Face folder of this shape with random float16 weights."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.models import qwen2
 
-    model = qwen2.Model(qwen2.ModelArgs.from_dict(QWEN))
+    model = qwen2.Model(qwen2.ModelArgs.from_dict(config))
     weights = {name: mx.random.normal(x.shape) * 0.02 for name, x in tree_flatten(model.parameters())}
     folder.mkdir()
     mx.save_safetensors(str(folder / "model.safetensors"), {k: v.astype(mx.float16) for k, v in weights.items()})
-    (folder / "config.json").write_text(json.dumps(QWEN))
+    (folder / "config.json").write_text(json.dumps(config))
 
 
-def write_affine(dense: Path, folder: Path) -> None:
-    """The same as mlx-lm writes it: affine, 4 bits, group 64, linear layers only."""
+def write_smollm2(folder: Path) -> None:
+    """SmolLM2 as a Hugging Face folder, float16."""
+    import mlx.core as mx
+
+    import rsv_format
+
+    source = rsv_format.open_source(smollm2())
+    folder.mkdir()
+    weights = {name: mx.array(tensor.float32()).astype(mx.float16) for name, tensor in source.tensors.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    (folder / "config.json").write_text(json.dumps(source.config))
+
+
+def write_affine(dense: Path, folder: Path, embedding: bool) -> None:
+    """The same as mlx-lm writes it: affine, 4 bits, group 64, with or without the embedding."""
     import mlx.core as mx
     import mlx.nn as nn
     from mlx.utils import tree_flatten
     from mlx_lm.utils import load_model
 
-    model, _ = load_model(dense)
-    nn.quantize(model, 64, 4, class_predicate=lambda _, module: isinstance(module, nn.Linear))
+    model, config = load_model(dense)
+    kinds = (nn.Linear, nn.Embedding) if embedding else (nn.Linear,)
+    nn.quantize(model, 64, 4, class_predicate=lambda _, module: isinstance(module, kinds))
     folder.mkdir()
     mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
-    (folder / "config.json").write_text(json.dumps(QWEN | {"quantization": {"group_size": 64, "bits": 4}}))
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 64, "bits": 4}}))
 
 
 def ours(path: str, repeat: int) -> dict[str, Any]:
-    """rsv_mlx.load_model."""
+    """rsv_mlx.load_model, and a first token."""
+    import jsonschema_rs  # noqa: F401
     import mlx.core as mx
     import mlx_lm.utils  # noqa: F401
 
@@ -69,14 +95,14 @@ def ours(path: str, repeat: int) -> dict[str, Any]:
         started = time.perf_counter()
         model, report = rsv_mlx.load_model(path, dtype="keep", return_report=True)
         times.append(time.perf_counter() - started)
-        parts.append(report.seconds["tensors"] + report.seconds["layers"])
+        parts.append(report.seconds["read"])
         loaded = peak_nbytes() - before
-        del model
-    return {"first": times[0], "times": times, "bytes": parts, "peak": loaded}
+    mx.eval(model(mx.array([[5]])))
+    return {"times": times, "bytes": parts, "peak": loaded, "first_token": peak_nbytes() - before}
 
 
 def mlx_lm_load(path: str, repeat: int) -> dict[str, Any]:
-    """mlx_lm.utils.load_model."""
+    """mlx_lm.utils.load_model, and a first token."""
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
@@ -87,8 +113,8 @@ def mlx_lm_load(path: str, repeat: int) -> dict[str, Any]:
         model, _ = load_model(Path(path))
         times.append(time.perf_counter() - started)
         loaded = peak_nbytes() - before
-        del model
-    return {"first": times[0], "times": times, "peak": loaded}
+    mx.eval(model(mx.array([[5]])))
+    return {"times": times, "peak": loaded, "first_token": peak_nbytes() - before}
 
 
 def floor(path: str, repeat: int) -> dict[str, Any]:
@@ -104,34 +130,44 @@ def floor(path: str, repeat: int) -> dict[str, Any]:
         times.append(time.perf_counter() - started)
         loaded = peak_nbytes() - before
         del arrays
-    return {"first": times[0], "times": times, "peak": loaded}
+    return {"times": times, "bytes": times, "peak": loaded}
 
 
-def peer(folder: str, repeat: int) -> dict[str, Any]:
-    """VeloxQuant-MLX on PEER_BLOCKS blocks: quantize_model, and loading its small and its large file."""
+def peer_write(folder: str) -> dict[str, Any]:
+    """VeloxQuant-MLX: quantize_model on PEER_BLOCKS blocks, and both its files."""
     import mlx.core as mx
     import mlx.nn as nn
-    from veloxquant_mlx.weight import load_reservoir, quantize_model, save_reservoir
-
-    from benchmarks.common import QWEN_BLOCK
+    from veloxquant_mlx.weight import quantize_model, save_reservoir
 
     model = nn.Module()
     for block in range(PEER_BLOCKS):
         for name, rows, columns in QWEN_BLOCK:
-            linear = nn.Linear(columns, rows, bias=False)
-            setattr(model, f"{name.replace('.', '_')}_{block}", linear)
+            setattr(model, f"{name.replace('.', '_')}_{block}", nn.Linear(columns, rows, bias=False))
     mx.eval(model.parameters())
     started = time.perf_counter()
     quantize_model(model, bits=4)
     result: dict[str, Any] = {"quantize": time.perf_counter() - started}
-    for kind, persist in (("small", False), ("large", True)):
-        path = Path(folder, f"peer-{kind}.bin")
-        save_reservoir(model, path, persist_rotation=persist)
-        started = time.perf_counter()
-        load_reservoir(path)
-        result[kind] = time.perf_counter() - started
-        result[f"{kind}_nbytes"] = path.stat().st_size
+    for kind in ("small", "large"):
+        save_reservoir(model, Path(folder, f"peer-{kind}.bin"), persist_rotation=kind == "large")
+        result[kind] = Path(folder, f"peer-{kind}.bin").stat().st_size
     return result
+
+
+def peer_load(path: str) -> dict[str, Any]:
+    """VeloxQuant-MLX: load one of its files, and one call of each layer."""
+    import mlx.core as mx
+    from veloxquant_mlx.weight import load_reservoir
+
+    mx.eval(mx.zeros(1))
+    before = start_peak()
+    started = time.perf_counter()
+    layers = load_reservoir(path)
+    mx.eval([dict(layer) for layer in layers.values()])
+    result = {"seconds": time.perf_counter() - started, "peak": peak_nbytes() - before}
+    widths = {name.replace(".", "_"): columns for name, _, columns in QWEN_BLOCK}
+    for name, layer in layers.items():
+        mx.eval(layer(mx.ones((1, widths[name.rpartition("_")[0]]))))
+    return {**result, "first_token": peak_nbytes() - before}
 
 
 def running(path: str, kind: str) -> dict[str, Any]:
@@ -163,51 +199,100 @@ def running(path: str, kind: str) -> dict[str, Any]:
     return {"prefill": prefill, "decode": statistics.median(times[1:]), "peak": peak_nbytes() - before}
 
 
-def child(what: str, path: str, *rest: str) -> dict[str, Any]:
+def child(what: str, path: Path, *rest: str) -> dict[str, Any]:
     """Run one measurement in a process of its own."""
-    print("measuring", what, Path(path).name, *rest, "...", file=sys.stderr)
-    return in_fresh_process("benchmarks.load", "--child", what, path, *rest)
+    print("measuring", what, path.name, *rest, "...", file=sys.stderr)
+    return in_fresh_process("benchmarks.load", "--child", what, str(path), *rest)
 
 
 def loads(what: str, path: Path) -> dict[str, Any]:
     """First load, cold and warm, and the median of later ones."""
     file = path / "model.safetensors" if path.is_dir() else path
-    cold = child(what, str(path), "1")["first"] if drop_from_page_cache(file) else None
-    warm = [child(what, str(path), "1") for _ in range(3)]
-    later = child(what, str(path), "6")
+    cold = [child(what, path, "1") for _ in range(3) if drop_from_page_cache(file)]
+    warm = [child(what, path, "1") for _ in range(5)]
+    later = child(what, path, "6")
+
+    def median(key: str, runs: list[dict[str, Any]]) -> float | None:
+        return statistics.median(run[key][0] for run in runs) if runs and key in runs[0] else None
+
     return {
         "nbytes": file.stat().st_size,
-        "cold": cold,
-        "warm": statistics.median(run["first"] for run in warm),
+        "cold": median("times", cold),
+        "cold_bytes": median("bytes", cold),
+        "warm": median("times", warm),
+        "warm_bytes": median("bytes", warm),
         "later": statistics.median(later["times"][1:]),
-        "bytes": statistics.median(later["bytes"][1:]) if "bytes" in later else None,
         "peak": statistics.median(run["peak"] for run in warm),
+        "first_token": statistics.median(run["first_token"] for run in warm) if "first_token" in warm[0] else None,
     }
 
 
 def report(title: str, results: dict[str, dict[str, Any]]) -> None:
     """One table of loads, against the floor."""
+    base = results[FLOOR]
 
-    def ms(value: float | None) -> str:
-        return "" if value is None else f"{value * 1e3:.0f}"
+    def cell(result: dict[str, Any], key: str, over: str | None = None) -> str:
+        if result.get(key) is None:
+            return ""
+        ratio = f" ({result[key] / base[over]:.2f})" if over and base.get(over) else ""
+        return f"{result[key] * 1e3:.0f}{ratio}"
 
-    base = results["floor: mx.load of as many bytes"]
+    def share(result: dict[str, Any], key: str) -> str:
+        return "" if result.get(key) is None else f"{result[key] / result['nbytes']:.2f}"
+
     table(
-        title,
-        ("what", "MB", "cold ms", "warm ms", "later ms", "of it bytes ms", "later / floor", "peak / bytes"),
+        f"{title}: milliseconds (over the floor), peak memory over the file's bytes",
+        ("what", "MB", "cold", "of it bytes", "warm", "of it bytes", "later", "peak", "peak after a token"),
         [
             (
                 name,
                 f"{r['nbytes'] / 1e6:.0f}",
-                ms(r["cold"]),
-                ms(r["warm"]),
-                ms(r["later"]),
-                ms(r["bytes"]),
-                f"{r['later'] / base['later']:.2f}",
-                f"{r['peak'] / r['nbytes']:.2f}",
+                cell(r, "cold", "cold"),
+                cell(r, "cold_bytes", "cold"),
+                cell(r, "warm", "warm"),
+                cell(r, "warm_bytes", "warm"),
+                cell(r, "later", "later"),
+                share(r, "peak"),
+                share(r, "first_token"),
             )
             for name, r in results.items()
         ],
+    )
+
+
+def report_tokens(title: str, results: dict[str, dict[str, Any]]) -> None:
+    """One table of running."""
+    table(
+        f"{title}: milliseconds per token, float32 activations",
+        ("what", "prefill (32 tokens)", "decode", "peak MB above the interpreter"),
+        [
+            (what, f"{r['prefill'] * 1e3:.0f}", f"{r['decode'] * 1e3:.0f}", f"{r['peak'] / 1e6:.0f}")
+            for what, r in results.items()
+        ],
+    )
+
+
+def report_peer(peer: dict[str, Any], mine: dict[str, Any]) -> None:
+    """The peer, scaled to all blocks."""
+    scale = QWEN["num_hidden_layers"] / PEER_BLOCKS  # type: ignore[operator]
+    rows = [("quantize_model", f"{peer['quantize'] * scale:.1f}", "", "", "", "", "")]
+    for kind in ("small", "large"):
+        load, nbytes = peer[f"load_{kind}"], peer[kind]
+        rows.append(
+            (
+                f"load the {kind} file",
+                f"{load['seconds'] * scale:.1f}",
+                f"{nbytes * scale / 1e6:.0f}",
+                f"{load['seconds'] * scale / mine['warm']:.0f}",
+                f"{mine['nbytes'] / (nbytes * scale):.2f}",
+                f"{load['peak'] / nbytes:.2f}",
+                f"{load['first_token'] / nbytes:.2f}",
+            )
+        )
+    table(
+        f"VeloxQuant-MLX on {PEER_BLOCKS} of 24 blocks, seconds and bytes scaled to 24",
+        ("what", "seconds", "MB", "over our warm load", "our bytes / its", "peak / bytes", "peak after a call"),
+        rows,
     )
 
 
@@ -220,83 +305,62 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.child:
         what, path, *rest = arguments.child
-        work = {"ours": ours, "mlx_lm": mlx_lm_load, "floor": floor, "peer": peer}
-        result = running(path, rest[0]) if what == "running" else work[what](path, int(rest[0]))
-        print(json.dumps(result))
+        work: dict[str, Any] = {
+            "ours": ours, "mlx_lm": mlx_lm_load, "floor": floor, "running": running,
+            "peer_write": peer_write, "peer_load": peer_load,
+        }  # fmt: skip
+        print(json.dumps(work[what](path, *(int(x) if x.isdigit() else x for x in rest))))
         return
 
     import mlx.core as mx
 
     import rsv_format
 
-    output: dict[str, Any] = {}
+    output: dict[str, Any] = {"loads": {}, "tokens": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_dense(folder / "dense")
-        write_affine(folder / "dense", folder / "affine")
-        files = {}
-        for codebook in ("lloyd-max", "uniform"):
-            files[codebook] = folder / f"{codebook}.rsv"
-            rsv_format.quantize(folder / "dense", files[codebook], codebook=codebook, importance="gains")
-        rsv_format.quantize(smollm2(), folder / "smollm2.rsv")
-        for title, path, others in (
-            ("Qwen2.5-0.5B shape, 168 linear layers", files["lloyd-max"], {"mlx-lm, affine 4 bits": folder / "affine"}),
-            ("SmolLM2-135M, embedding included", folder / "smollm2.rsv", {}),
+        print("writing the models ...", file=sys.stderr)
+        write_random(folder / "linear", QWEN | {"vocab_size": 1024})
+        write_random(folder / "whole", QWEN)
+        write_smollm2(folder / "smollm2")
+        for title, dense, options in (
+            (LINEAR, folder / "linear", {"importance": "gains", "embedding_bits": None}),
+            (WHOLE, folder / "whole", {"importance": "gains"}),
+            (SMOLLM2, folder / "smollm2", {}),
         ):
-            bare = folder / f"floor-{path.stem}.safetensors"
-            mx.save_safetensors(str(bare), {"a": mx.array(np.zeros(path.stat().st_size // 4, np.uint32))})
-            results = {"rsv_mlx.load_model": loads("ours", path)}
-            results |= {label: loads("mlx_lm", other) for label, other in others.items()}
-            results["floor: mx.load of as many bytes"] = loads("floor", bare)
-            output[title] = results
-        if not arguments.no_run:
-            output["tokens"] = {
-                "dense float32": child("running", str(folder / "dense"), "mlx_lm"),
-                "mlx-lm affine 4 bits": child("running", str(folder / "affine"), "mlx_lm"),
-                **{
-                    f"rsv {codebook}, {kind}": child("running", str(path), kind)
+            files = {codebook: folder / f"{dense.name}-{codebook}.rsv" for codebook in ("lloyd-max", "uniform")}
+            for codebook, path in files.items():
+                rsv_format.quantize(dense, path, codebook=codebook, **options)
+            affine = folder / f"{dense.name}-affine"
+            write_affine(dense, affine, embedding=title != LINEAR)
+            bare = folder / f"{dense.name}-floor.safetensors"
+            mx.save_safetensors(str(bare), {"a": mx.array(np.zeros(files["lloyd-max"].stat().st_size // 4, np.uint32))})
+            output["loads"][title] = {
+                f"{OURS}, {codebook}": loads("ours", path) for codebook, path in files.items()
+            } | {AFFINE: loads("mlx_lm", affine), FLOOR: loads("floor", bare)}
+            if not arguments.no_run and title != WHOLE:
+                output["tokens"][title] = {
+                    "dense float32": child("running", dense, "mlx_lm"),
+                    "mlx-lm, affine 4 bits": child("running", affine, "mlx_lm"),
+                } | {
+                    f"rsv {codebook}, {kind}": child("running", path, kind)
                     for codebook, path in files.items()
                     for kind in ("packed", "dense")
-                },
-            }
+                }
         if not arguments.no_peer:
-            output["peer"] = child("peer", str(folder), "1")
+            output["peer"] = child("peer_write", folder)
+            for kind in ("small", "large"):
+                output["peer"][f"load_{kind}"] = child("peer_load", folder / f"peer-{kind}.bin")
     if arguments.json:
         print(json.dumps(output))
         return
     print(machine())
-    for title, results in output.items():
-        if title == "tokens":
-            table(
-                "Seconds per token, Qwen2.5-0.5B shape, float32 activations",
-                ("what", "prefill (32 tokens) ms", "decode ms", "peak MB above the interpreter"),
-                [
-                    (what, f"{r['prefill'] * 1e3:.0f}", f"{r['decode'] * 1e3:.0f}", f"{r['peak'] / 1e6:.0f}")
-                    for what, r in results.items()
-                ],
-            )
-        elif title == "peer":
-            mine = output["Qwen2.5-0.5B shape, 168 linear layers"]["rsv_mlx.load_model"]
-            scale = QWEN["num_hidden_layers"] / PEER_BLOCKS  # type: ignore[operator]
-            table(
-                f"VeloxQuant-MLX, measured on {PEER_BLOCKS} of 24 blocks and scaled to 24",
-                ("what", "seconds", "MB", "over our warm load", "our bytes / its bytes"),
-                [
-                    ("quantize_model", f"{results['quantize'] * scale:.1f}", "", "", ""),
-                    *(
-                        (
-                            f"load the {kind} file",
-                            f"{results[kind] * scale:.1f}",
-                            f"{results[f'{kind}_nbytes'] * scale / 1e6:.0f}",
-                            f"{results[kind] * scale / mine['warm']:.0f}",
-                            f"{mine['nbytes'] / (results[f'{kind}_nbytes'] * scale):.2f}",
-                        )
-                        for kind in ("small", "large")
-                    ),
-                ],
-            )
-        else:
-            report(title, results)
+    for title, results in output["loads"].items():
+        report(title, results)
+    for title, results in output["tokens"].items():
+        report_tokens(title, results)
+    if "peer" in output:
+        report_peer(output["peer"], output["loads"][LINEAR][f"{OURS}, lloyd-max"])
 
 
 if __name__ == "__main__":

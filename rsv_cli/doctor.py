@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import platform
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
 from rsv_cli.options import Json
-from rsv_cli.session import session
+from rsv_cli.session import FAILED, session
 
 _PACKAGES = {
     "rsv-format": "",
@@ -27,28 +28,38 @@ _PACKAGES = {
 }  # package -> the extra that brings it
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    zero_copy: Annotated[
+        bool,
+        typer.Option("--zero-copy", help="Load layers of every kind by adoption as well, run them, and check that the "
+                     "file is left as it was. Exit code 1 where that does not work."),
+    ] = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
     """Show versions, platform and device, and try whether MLX can adopt mapped memory here.
 
     A page-aligned read-only map of a temporary file is offered to MLX without a copy. Where that works, loading
     a file costs no memory of its own, and processes share one copy of it. Missing packages are no error.
 
-    Example: [bold cyan]rsv doctor --json > report.json[/bold cyan]
+    Example: [bold cyan]rsv doctor --zero-copy[/bold cyan]
     """
     with session(as_json):
         from rsv_cli.adoption import probe
 
-        tree = {
+        tree: dict[str, Any] = {
             "python": platform.python_version(),
             "platform": platform.platform(),
             "machine": platform.machine(),
             "packages": {name: _version(name) for name in _PACKAGES},
-            "mlx": probe(),
+            "mlx": probe(with_trial=zero_copy),
         }
         if as_json:
             terminal.write_json(tree)
         else:
             _print(tree)
+        trial = tree["mlx"]["trial"]
+        if zero_copy and not (trial and all(problem is None for _, problem in trial)):
+            raise typer.Exit(FAILED)
 
 
 def _version(package: str) -> str | None:
@@ -78,4 +89,8 @@ def _print(tree: dict[str, Any]) -> None:
     here.add_row("zero-copy", Text.assemble(verdict, f"  {terminal.plain(mlx['detail'])}"))
     for name, outcome in mlx["attempts"].items():
         here.add_row("", Text(f"{name}: {terminal.plain(outcome)}", "dim"))
+    for what, problem in mlx["trial"]:
+        outcome = Text("yes", "bold green") if problem is None else Text("no", "bold red")
+        detail = "" if problem is None else f"  {terminal.plain(problem)}"
+        here.add_row("", Text.assemble(f"{what}: ", outcome, detail))
     console.print(here)

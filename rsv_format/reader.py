@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import mmap as _mmap
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -49,7 +50,7 @@ def open(source: Source, *, mmap: bool = True) -> File:
     RsvError
         io_error, or any code of the framing, json, schema, reference and extent phases. SPEC section 9.
     """
-    buffer = _buffer(source, mmap)
+    buffer, descriptor = _buffer(source, mmap)
     start = bytes(buffer[:PROLOGUE_NBYTES])
     prologue = parse_prologue(start, buffer.nbytes)
     end = PROLOGUE_NBYTES + prologue.header_nbytes
@@ -65,13 +66,13 @@ def open(source: Source, *, mmap: bool = True) -> File:
         raise RsvError(
             "file_extent", "file_nbytes", f"the header describes {file_nbytes} bytes, not {prologue.file_nbytes}"
         )
-    return File(buffer, header, blobs, prologue.header_nbytes)
+    return File(buffer, header, blobs, prologue.header_nbytes, descriptor)
 
 
-def _buffer(source: Source, mmap: bool) -> memoryview:
-    """The whole file as read-only bytes."""
+def _buffer(source: Source, mmap: bool) -> tuple[memoryview, Descriptor | None]:
+    """The whole file as read-only bytes, and a descriptor of it if it is mapped."""
     if isinstance(source, bytes | bytearray | memoryview):
-        return memoryview(source).cast("B").toreadonly()
+        return memoryview(source).cast("B").toreadonly(), None
     try:
         if isinstance(source, str | os.PathLike):
             with builtins.open(source, "rb") as file:
@@ -82,11 +83,20 @@ def _buffer(source: Source, mmap: bool) -> memoryview:
         raise RsvError("io_error", str(name), e.strerror or str(e)) from e
 
 
-def _file_buffer(file: IO[bytes], mmap: bool) -> memoryview:
+def _file_buffer(file: IO[bytes], mmap: bool) -> tuple[memoryview, Descriptor | None]:
     if mmap:
         with contextlib.suppress(OSError, AttributeError, ValueError):  # no descriptor, or an empty file
-            return memoryview(_mmap.mmap(file.fileno(), 0, access=_mmap.ACCESS_READ))
-    return memoryview(file.read()).toreadonly()
+            mapped = memoryview(_mmap.mmap(file.fileno(), 0, access=_mmap.ACCESS_READ))
+            return mapped, Descriptor(os.dup(file.fileno())) if hasattr(os, "preadv") else None
+    return memoryview(file.read()).toreadonly(), None
+
+
+class Descriptor:
+    """A file descriptor of one's own, closed with its last owner."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.close = weakref.finalize(self, os.close, number)
 
 
 class _Lazy(Mapping[str, _T], Generic[_T]):
@@ -115,8 +125,16 @@ class _Lazy(Mapping[str, _T], Generic[_T]):
 class File:
     """An open file. Use it as a context manager, or call `close`."""
 
-    def __init__(self, buffer: memoryview, header: Header, blobs: list[Blob], header_nbytes: int) -> None:
+    def __init__(
+        self,
+        buffer: memoryview,
+        header: Header,
+        blobs: list[Blob],
+        header_nbytes: int,
+        descriptor: Descriptor | None = None,
+    ) -> None:
         self._buffer: memoryview | None = buffer
+        self._descriptor = descriptor
         self.header = header
         self.nbytes = buffer.nbytes
         self.blobs = blobs
@@ -174,9 +192,36 @@ class File:
         count = int(np.prod(shape, dtype=object))
         return np.frombuffer(self.buffer, NUMPY_DTYPE[dtype], count, offset if count else 0).reshape(shape)
 
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Copy bytes of the file to writable memory; several threads may.
+
+        A mapped file is read, not touched through its map: no page of the map counts as used memory, and a file
+        that has become shorter meanwhile is an error instead of a signal.
+
+        Raises
+        ------
+        RsvError
+            closed, io_error.
+        """
+        source = self.buffer[offset : offset + out.nbytes]
+        descriptor = self._descriptor
+        if descriptor is None:
+            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(source, np.uint8))
+            return
+        done = 0
+        while done < out.nbytes:
+            try:
+                count = os.preadv(descriptor.number, [out[done:]], offset + done)
+            except OSError as e:
+                raise RsvError("io_error", f"byte {offset + done}", e.strerror or str(e)) from e
+            if count == 0:
+                raise RsvError("io_error", f"byte {offset + done}", "the file has become shorter since it was opened")
+            done += count
+
     def close(self) -> None:
         """Let go of the file; arrays taken from it keep their bytes."""
         buffer, self._buffer = self._buffer, None
+        self._descriptor = None
         self._transforms.clear()
         if buffer is not None:
             with contextlib.suppress(BufferError):

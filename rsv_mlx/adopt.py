@@ -1,25 +1,31 @@
 """Bytes of an open file to MLX arrays: adopted where they lie, or copied once.
 
-Adopting takes MLX with Metal: the pages of the map around a blob become a buffer, and its parts are slices and
-views of that, never conversions. The map is read-only, so no operation may write its result over an input
-that it thinks nobody needs any more (donation): whoever holds the parts holds the base as well.
+Adopting takes MLX with Metal: the pages of the map around a blob become a buffer. The map is read-only, so no
+operation may write its result over an input that it thinks nobody needs any more (donation): whoever holds the
+parts holds the base as well. Copying reads a run of blobs into one array. Either way the parts of a blob are slices
+and views, never conversions.
 """
 
 from __future__ import annotations
 
 import mmap
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from math import prod
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 import rsv_format
 from rsv_format import RsvError
+from rsv_mlx.stream import WordReader
 
 _PAGE = 16384  # Apple silicon's; an RSV file's length is a multiple of it
 _MAX_ELEMENTS = 2**31 - 1  # of an axis of an MLX array
+_TOGETHER = 2**24  # bytes read at once: enough for several threads, and still what malloc keeps and reuses
 ZERO_COPY = ("auto", "require", "never")
 
 _MLX_DTYPES = {
@@ -49,7 +55,8 @@ class LoadReport:
     cast_nbytes : int
         Kept tensors that were cast to another dtype, bytes after.
     seconds : dict
-        By step: "open", "model" (its classes and skeleton), "tensors", "layers", "tokenizer".
+        By step: "open", "model" (its classes and skeleton), "tensors", "layers", "tokenizer"; "read" is the part
+        of "tensors" and "layers" in which bytes are copied from the file.
     """
 
     nbytes: int = 0
@@ -65,6 +72,7 @@ class LoadReport:
 
 
 Part = tuple[int, str, tuple[int, ...]]  # offset in the file, RSV dtype, shape
+Run = tuple[int, int]  # start and end in the file
 
 
 @dataclass(frozen=True)
@@ -84,8 +92,8 @@ class Loader(Protocol):
         """The parts of one blob, in ascending order."""
 
 
-def make_loader(file: rsv_format.File, zero_copy: str, report: LoadReport) -> Loader:
-    """The loader that was asked for.
+def make_loader(file: rsv_format.File, zero_copy: str, lazy: bool, report: LoadReport) -> Loader:
+    """The loader that was asked for; a lazy one reads no neighbours along.
 
     Raises
     ------
@@ -99,7 +107,7 @@ def make_loader(file: rsv_format.File, zero_copy: str, report: LoadReport) -> Lo
         return _Adopt(file, report)
     if zero_copy == "require":
         raise RsvError("bad_argument", "zero_copy", f"not possible here: {report.obstacle}")
-    return _Copy(file, report)
+    return _Read(file, report, 0 if lazy else _TOGETHER)
 
 
 def adoption_obstacle(file: rsv_format.File | None = None) -> str | None:
@@ -126,31 +134,37 @@ def _probe() -> str | None:
     return None
 
 
-class _Copy:
-    """One copy from the map into MLX's memory; the mapped pages are let go as soon as they are copied."""
+class _Read:
+    """One copy into MLX's memory: blobs that follow each other are read together, and each is a slice of what was
+    read. That is as fast as memory allows, and no mapped page counts as used."""
 
     adopts = False
 
-    def __init__(self, file: rsv_format.File, report: LoadReport) -> None:
+    def __init__(self, file: rsv_format.File, report: LoadReport, together: int = _TOGETHER) -> None:
         self.file, self.report = file, report
+        self._reader = WordReader(file)
+        self._runs = runs(file.layers.values(), together) | runs(file.tensors.values(), together)
+        self._run: Run = (0, 0)  # the last one that was read
+        self._words = mx.zeros(0)
 
     def load(self, parts: list[Part]) -> Loaded:
-        arrays = [self._copied(part) for part in parts]
+        run = self._runs.get(parts[0][0])
+        if run is None or not _viewable(parts, run[1] - run[0]):
+            arrays = [self._copied(part) for part in parts]
+        else:
+            if self._run != run:
+                self._words = mx.zeros(0)  # lets go before the next is read
+                started = time.perf_counter()
+                self._run, self._words = run, self._reader.read(*run)
+                self.report.seconds["read"] = self.report.seconds.get("read", 0.0) + time.perf_counter() - started
+            arrays = [slice_part(self._words, run[0], part) for part in parts]
         self.report.copied_nbytes += sum(array.nbytes for array in arrays)
-        self._release(parts[0][0], parts[-1][0] + arrays[-1].nbytes)
         return Loaded(arrays)
 
     def _copied(self, part: Part) -> mx.array:
         offset, dtype, shape = part
         array = mx.array(self.file.view(offset, dtype, shape))
         return array.view(_MLX_DTYPES[dtype]) if dtype in ("bf16", "bool") else array
-
-    def _release(self, start: int, end: int) -> None:
-        """Pages of a file map can always be read again, so this frees memory and loses nothing."""
-        mapped: Any = self.file.buffer.obj
-        first, last = start // _PAGE * _PAGE, end // _PAGE * _PAGE
-        if isinstance(mapped, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and last > first:
-            mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 class _Adopt:
@@ -160,24 +174,41 @@ class _Adopt:
 
     def __init__(self, file: rsv_format.File, report: LoadReport) -> None:
         self.file, self.report = file, report
-        self._copy = _Copy(file, report)
+        self._read = _Read(file, report)
 
     def load(self, parts: list[Part]) -> Loaded:
-        start, end, words = window(parts)
-        if words > _MAX_ELEMENTS or any(dtype == "f64" for _, dtype, _ in parts):
-            return self._copy.load(parts)
-        base = mx.asarray(np.frombuffer(self.file.buffer, np.uint32, words, start), copy=False)
+        start, end = window(parts)
+        if not _viewable(parts, end - start):
+            return self._read.load(parts)
+        base = mx.asarray(np.frombuffer(self.file.buffer, np.uint32, (end - start) // 4, start), copy=False)
         arrays = [slice_part(base, start, part) for part in parts]
         self.report.adopted_nbytes += sum(array.nbytes for array in arrays)
         return Loaded(arrays, base)
 
 
-def window(parts: list[Part]) -> tuple[int, int, int]:
-    """Offset and end of the whole pages around the parts, and their length in 32-bit words."""
+def runs(items: Iterable[rsv_format.Layer] | Iterable[rsv_format.Tensor], together: int) -> dict[int, Run]:
+    """Offset of each item that is not empty -> start and end of the run of the file to read it with: its neighbours,
+    up to so many bytes together, or itself if it is larger. Ends are whole words."""
+    found: list[tuple[int, int, list[int]]] = []
+    for item in items:
+        if item.nbytes == 0:
+            continue
+        end = -(-(item.offset + item.nbytes) // 4) * 4
+        if found and end - found[-1][0] <= together:
+            start, _, members = found.pop()
+        else:
+            start, members = item.offset, []
+        members.append(item.offset)
+        found.append((start, end, members))
+    return {offset: (start, end) for start, end, members in found for offset in members}
+
+
+def window(parts: list[Part]) -> tuple[int, int]:
+    """Offset and end of the whole pages around the parts."""
     offset, dtype, shape = parts[-1]
     nbytes = _nbytes(dtype, shape)
     start, end = parts[0][0] // _PAGE * _PAGE, -(-(offset + nbytes) // _PAGE) * _PAGE
-    return start, end, (end - start) // 4
+    return start, end
 
 
 def slice_part(base: mx.array, start: int, part: Part) -> mx.array:
@@ -188,7 +219,7 @@ def slice_part(base: mx.array, start: int, part: Part) -> mx.array:
         return mx.zeros(shape, _MLX_DTYPES[dtype])
     first = (offset - start) // 4
     flat = base[first : first + -(-nbytes // 4)].view(_MLX_DTYPES[dtype])
-    count = int(np.prod(shape, dtype=object))
+    count = prod(shape)
     return (flat if flat.size == count else flat[:count]).reshape(shape)
 
 
@@ -206,6 +237,11 @@ def parts_of(item: rsv_format.Layer | rsv_format.Tensor) -> list[Part]:
     return parts
 
 
+def _viewable(parts: list[Part], nbytes: int) -> bool:
+    """Whether parts of so many bytes can be views of one array of words."""
+    return nbytes // 4 <= _MAX_ELEMENTS and all(dtype != "f64" for _, dtype, _ in parts)
+
+
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
     size = 8 if dtype == "f64" else _MLX_DTYPES[dtype].size
-    return size * int(np.prod(shape, dtype=object))
+    return size * prod(shape)

@@ -77,7 +77,11 @@ class Codebook:
         if x.size // padded <= _FEW_ROWS:
             return self._by_sums(x, indices)
         chunk = _chunk(padded)
-        return _joined([x @ self.dequantize(indices[i : i + chunk]).T for i in range(0, rows, chunk)])
+        products: list[mx.array] = []
+        for start in range(0, rows, chunk):
+            packed = _after(indices[start : start + chunk], products[-1:])
+            products.append(x @ self.dequantize(packed).T)
+        return _joined(products)
 
     def gather_matmul(self, x: mx.array, indices: mx.array, chosen: mx.array, sorted_indices: bool = False) -> mx.array:
         """x @ centroids[indices[chosen]].T without the dense matrices.
@@ -154,7 +158,8 @@ class Codebook:
         chunk = _chunk(x.shape[-1] // together)
         products: list[list[mx.array]] = [[] for _ in range(columns.shape[0])]
         for start in range(0, indices.shape[0], chunk):
-            fields = [field.T for field in _fields(indices[start : start + chunk], self.bits * together)]
+            packed = _after(indices[start : start + chunk], [product[-1] for product in products if product])
+            fields = [field.T for field in _fields(packed, self.bits * together)]
             for row, product in enumerate(products):
                 found = [
                     mx.take_along_axis(tables[row, :, k], field, axis=1).sum(axis=0) for k, field in enumerate(fields)
@@ -189,6 +194,11 @@ def _step(centroids: NDArray[np.float32]) -> float | None:
 def _chunk(width: int, cpu_chunk: int = _CPU_CHUNK) -> int:
     """How many rows of so many float32 live at a time."""
     return max(1, (_GPU_CHUNK if mx.default_device() == mx.gpu else cpu_chunk) // (4 * width))
+
+
+def _after(indices: mx.array, done: list[mx.array]) -> mx.array:
+    """The same indices, once something else is done: or what is made of all chunks would be in memory at once."""
+    return mx.depends([indices], done)[0] if done else indices
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

@@ -167,7 +167,7 @@ def _fill(
     casts = _casts(dtype, config)
     if config and config.get("quantization"):
         _quantize_skeleton(model, config["quantization"], file.tensors)
-    content = _Content(file, make_loader(file, zero_copy, report), report)
+    content = _Content(file, make_loader(file, zero_copy, lazy, report), report)
     with _timed(report, "tensors"):
         tensors = {name: content.tensor(tensor) for name, tensor in file.tensors.items()}
         plan = make_plan(model, file.layers, tensors, content.dequantized, strict)

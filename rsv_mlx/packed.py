@@ -15,7 +15,7 @@ from rsv_format import LayerData
 from rsv_mlx.codebook import Codebook
 from rsv_mlx.transform import Transform
 
-_ARRAYS = ("weight", "scales", "bias")
+_ARRAYS = {"weight", "scales", "bias"}
 
 
 class Packed(Module):
@@ -37,6 +37,14 @@ class Packed(Module):
     stack : int
         How many equal matrices the rows are.
     """
+
+    weight: mx.array
+    scales: mx.array
+    bias: mx.array
+    dtype: mx.Dtype = mx.float32
+    shared_input: SharedInput | None = None
+    _unread_bias = False
+    _read: Callable[[], Sequence[mx.array]] | None = None
 
     def __init__(
         self,
@@ -115,18 +123,12 @@ class Packed(Module):
         self.transform = transform
         self.input_dims = input_dims
         self.output_dims = output_dims
-        self.bits = codebook.bits
-        self.dtype = mx.float32
-        self.shared_input: SharedInput | None = None
-        self._unread_bias = False
-        self._read: Callable[[], Sequence[mx.array]] | None = None
 
     def _hold(self, weight: mx.array, scales: mx.array, bias: mx.array | None = None) -> None:
-        self.weight = weight
-        self.scales = scales
+        self["weight"], self["scales"] = weight, scales  # as attributes, each would be looked up before
         if bias is not None:
-            self.bias = bias
-        self.freeze(recurse=False)
+            self["bias"] = bias
+        self.freeze(recurse=False, keys=list(self.keys() & _ARRAYS))
 
     def __getattr__(self, key: str) -> Any:
         if key in _ARRAYS and key not in self:
@@ -138,6 +140,11 @@ class Packed(Module):
         if self._read is not None:
             arrays, self._read = self._read(), None  # before they are held: to set one asks for it first
             self._hold(*arrays)
+
+    @property
+    def bits(self) -> int:
+        """Bits of an index."""
+        return self.codebook.bits
 
     @property
     def has_bias(self) -> bool:

@@ -542,14 +542,47 @@ def test_generate_without_mlx(monkeypatch: pytest.MonkeyPatch, quantized: Path) 
 def test_doctor() -> None:
     tree = json.loads(ok("doctor", "--json"))
     assert tree["packages"]["numpy"] == np.__version__ and isinstance(tree["mlx"]["zero_copy"], bool)
-    assert set(tree["mlx"]) == {"device", "zero_copy", "detail", "attempts"}
+    assert set(tree["mlx"]) == {"device", "zero_copy", "detail", "attempts", "trial"}
 
 
 def test_doctor_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
-    finding = {"device": None, "zero_copy": False, "detail": "MLX cannot be imported", "attempts": {"x": "no"}}
-    monkeypatch.setattr(adoption, "probe", lambda: finding)
+    finding: dict[str, Any] = {"device": None, "zero_copy": False, "detail": "MLX cannot be imported"}
+    finding |= {"attempts": {"x": "no"}, "trial": []}
+    monkeypatch.setattr(adoption, "probe", lambda with_trial: finding)
     text = ok("doctor")
     assert "zero-copy" in text and "MLX cannot be imported" in text
+    failed(1, "doctor", "--zero-copy")  # nothing was tried
+    finding["trial"] = [["layers are adopted", None], ["the file is as it was", None]]
+    assert "the file is as it was" in ok("doctor", "--zero-copy")
+    finding["trial"][1][1] = "it was written to"
+    assert "it was written to" in failed(1, "doctor", "--zero-copy").stdout
+
+
+def test_doctor_tries_adoption_where_there_is_none() -> None:
+    pytest.importorskip("mlx.core")
+    import rsv_mlx
+
+    if rsv_mlx.adoption_obstacle() is None:
+        pytest.skip("adoption works here")
+    tree = json.loads(failed(1, "doctor", "--zero-copy", "--json").stdout)
+    assert len(tree["mlx"]["trial"]) == 1 and "zero_copy" in tree["mlx"]["trial"][0][1]
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_trial_of_adoption(faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a copy in the place of MLX's adoption: the trial passes, and fails if a byte differs."""
+    mx = pytest.importorskip("mlx.core")
+    from rsv_mlx import adopt
+
+    def adopted(words: np.ndarray, copy: bool) -> Any:
+        assert not copy
+        return mx.array(words ^ np.uint32(faulty))
+
+    monkeypatch.setattr(adopt, "_probe", lambda: None)
+    monkeypatch.setattr(mx, "asarray", adopted)
+    checks = list(adoption.trial())
+    assert [what for what, problem in checks if problem is not None] == ([checks[2][0], checks[4][0]] if faulty else [])
+    assert len(checks) == 5
 
 
 def test_doctor_survives_a_missing_or_crashing_mlx(monkeypatch: pytest.MonkeyPatch) -> None:

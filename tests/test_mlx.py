@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
 import subprocess
 import sys
 import warnings
@@ -16,12 +17,13 @@ import pytest
 
 import rsv_format
 from rsv_format import AttachmentData, LayerData, RsvError, TensorData, quantize_matrix
+from rsv_format.dtypes import NUMPY_DTYPE
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 nn = pytest.importorskip("mlx.nn")
 
 import rsv_mlx  # noqa: E402
-from rsv_mlx.adopt import slice_part, window  # noqa: E402
+from rsv_mlx.adopt import LoadReport, _Read, parts_of, slice_part, window  # noqa: E402
 from rsv_mlx.codebook import Codebook  # noqa: E402
 from rsv_mlx.packed import SharedInput  # noqa: E402
 from rsv_mlx.transform import Transform  # noqa: E402
@@ -565,22 +567,53 @@ def test_windows_and_slices(tmp_path: Path) -> None:
     ] + [quantize_matrix(matrix(256, 512), name="large")]
     tensors = {"odd": TensorData("u8", np.arange(5, dtype=np.uint8)), "empty": TensorData("f32", np.zeros((0, 2), "f"))}
     rsv_format.write(tmp_path / "m.rsv", layers=layers, tensors=tensors)
-    from rsv_mlx.adopt import parts_of
-
     with rsv_format.open(tmp_path / "m.rsv") as file:
         assert np.frombuffer(file.buffer, np.uint8).ctypes.data % mmap.PAGESIZE == 0
         for item in (*file.layers.values(), *file.tensors.values()):
             parts = parts_of(item)
-            start, end, words = window(parts)
+            start, end = window(parts)
             assert start % 16384 == end % 16384 == 0 <= start < end <= file.nbytes
-            assert words * 4 == end - start
-            base = mx.array(np.frombuffer(file.buffer, np.uint32, words, start))
+            base = mx.array(np.frombuffer(file.buffer, np.uint32, (end - start) // 4, start))
             for part in parts:
                 wanted = file.view(*part)
                 got = slice_part(base, start, part)
                 bits = {2: mx.uint16, 4: mx.uint32}.get(got.dtype.size)
                 raw = got if bits is None else got.view(bits)
                 assert got.shape == wanted.shape and np.array(raw).tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("together", [0, 300, 2**24])
+@pytest.mark.parametrize("source", ["path", "bytes", "unmapped"])
+def test_what_is_read_is_what_the_file_holds(source: str, together: int, tmp_path: Path) -> None:
+    """Every dtype and odd size, alone and with neighbours, by descriptor and from memory."""
+    layers = [quantize_matrix(matrix(rows, 70), name=f"l{rows}") for rows in (1, 3, 16, 257)]
+    tensors = {
+        f"{dtype}{size}": TensorData(dtype, np.ones((size, 3), NUMPY_DTYPE[dtype]))
+        for dtype in NUMPY_DTYPE
+        for size in (0, 1, 21)
+    }
+    rsv_format.write(tmp_path / "m.rsv", layers=layers, tensors=tensors)
+    opened: Any = (tmp_path / "m.rsv").read_bytes() if source == "bytes" else tmp_path / "m.rsv"
+    with rsv_format.open(opened, mmap=source != "unmapped") as file:
+        loader = _Read(file, LoadReport(), together)
+        for item in (*file.tensors.values(), *file.layers.values(), file.layers["l3"]):
+            for part, got in zip(parts_of(item), loader.load(parts_of(item)).arrays, strict=True):
+                wanted = file.view(*part)
+                assert got.shape == wanted.shape
+                if part[1] == "f64":
+                    assert np.array_equal(np.array(got), wanted)  # MLX has it as float32
+                else:
+                    assert got.nbytes == wanted.nbytes and bytes(memoryview(got.view(mx.uint8))) == wanted.tobytes()
+
+
+def test_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "m.rsv"
+    rsv_format.write(path, layers=[quantize_matrix(matrix(64, 512), name="l")])
+    with rsv_format.open(path) as file:
+        os.truncate(path, 16384)
+        with pytest.raises(RsvError) as e:
+            _Read(file, LoadReport()).load(parts_of(file.layers["l"]))
+        assert e.value.code == "io_error"
 
 
 @pytest.mark.skipif(rsv_mlx.adoption_obstacle() is None, reason="adoption works here")

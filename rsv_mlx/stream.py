@@ -1,0 +1,93 @@
+"""Bytes of an open file to MLX's own memory, in one copy.
+
+MLX reads a safetensors stream straight into the array that it becomes. So a run of the file poses as one: a header
+that declares one array of words, and behind it the run. Threads read a piece each: from a cold file more than one
+request is under way, from a warm one the cores share the first touch of new memory, which costs more than the copy.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+
+import rsv_format
+from rsv_format import RsvError
+
+_PIECE = 2**20  # bytes that a thread reads at a time
+_THREADS = min(4, os.cpu_count() or 1)
+
+
+class WordReader:
+    """Reads runs of a file as arrays; its threads end with it."""
+
+    def __init__(self, file: rsv_format.File) -> None:
+        self._file = file
+        self._pool = ThreadPoolExecutor(_THREADS)
+
+    def read(self, start: int, end: int) -> mx.array:
+        """The bytes from one offset to another, a whole number of words: uint32 (n,).
+
+        Raises
+        ------
+        RsvError
+            io_error, closed.
+        """
+        stream = _Stream(self._fill, start, end - start)
+        words: mx.array = mx.load(stream, format="safetensors", stream=mx.cpu)["words"]  # type: ignore
+        mx.eval(words)
+        if stream.error is not None:
+            raise stream.error
+        return words
+
+    def _fill(self, offset: int, out: memoryview) -> None:
+        steps = range(0, out.nbytes, _PIECE)
+        pieces = [self._pool.submit(self._file.read_into, offset + i, out[i : i + _PIECE]) for i in steps]
+        for piece in pieces:
+            piece.result()
+
+
+class _Stream:
+    """A binary file object for mx.load: a safetensors header, then a run of the file."""
+
+    closed = False
+
+    def __init__(self, fill: Callable[[int, memoryview], None], start: int, nbytes: int) -> None:
+        table = {"words": {"dtype": "U32", "shape": [nbytes // 4], "data_offsets": [0, nbytes]}}
+        text = json.dumps(table).encode()
+        self._head = len(text).to_bytes(8, "little") + text
+        self._fill = fill
+        self._start = start - len(self._head)
+        self._end = len(self._head) + nbytes
+        self._at = threading.local()  # MLX may read from a thread of its own
+        self.error: RsvError | None = None  # kept: MLX's thread cannot raise it where it would be caught
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return getattr(self._at, "position", 0)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._end}[whence]
+        return self.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        out, position = memoryview(buffer).cast("B"), self.tell()
+        if position < len(self._head):
+            out[:] = self._head[position : position + len(out)]
+        else:
+            try:
+                self._fill(self._start + position, out)
+            except RsvError as e:
+                self.error = e
+        self._at.position = position + len(out)
+        return len(out)
