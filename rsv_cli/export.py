@@ -64,21 +64,26 @@ def export(
     """Turn a file back into dense weights.
 
     Every layer is dequantized and rotated back to its original basis, under the name that it had: the result
-    loads wherever the source did. One layer at a time is in memory. The file is verified first. With
+    loads wherever the source did, or in mlx-lm where experts were stacked. One layer at a time is in memory. The file is verified first. With
     [bold]rsv extract[/bold] into the same folder, config and tokenizer come along and make it a Hugging Face folder.
 
     Example: [bold cyan]rsv export qwen.rsv -o qwen/model.safetensors --dtype bfloat16[/bold cyan]
     """
     with session():
         import rsv_format
-        from rsv_cli.files import check_output, replacing
+        from rsv_cli.files import check_output
+        from rsv_format.replacing import replacing
 
         with rsv_format.open(file) as opened:
             check_output(output, file, writes_rsv=False)
             items = sorted(_items(opened, dtype), key=lambda item: (-_itemsize(item.dtype), item.name))
             with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
                 rsv_format.verify(opened, progress=told)
-            with terminal.progress("exporting", quiet=quiet, of_bytes=True) as told, replacing(output.resolve()) as out:
+            with (
+                terminal.progress("exporting", quiet=quiet, of_bytes=True) as told,
+                replacing(output.resolve()) as new,
+                new.open("xb") as out,
+            ):
                 out.write(_header(items))
                 done, total = 0, sum(item.nbytes for item in items)
                 for item in items:
@@ -110,8 +115,8 @@ def extract(
     """
     with session():
         import rsv_format
-        from rsv_cli.files import replacing
         from rsv_format import RsvError
+        from rsv_format.replacing import replacing
 
         with rsv_format.open(file) as opened:
             chosen = [_attachment(opened, name) for name in dict.fromkeys(names or opened.attachments)]
@@ -121,7 +126,7 @@ def extract(
                         raise RsvError("bad_argument", str(output / item.name), "exists; --force replaces it")
             output.mkdir(parents=True, exist_ok=True)
             for item in chosen:
-                with replacing(output / item.name) as out:
+                with replacing(output / item.name) as new, new.open("xb") as out:
                     out.write(item.data)
                 if not quiet:
                     line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(str(output / item.name))}")

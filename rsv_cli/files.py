@@ -1,14 +1,10 @@
-"""Output files: never half written, never in the place of something precious."""
+"""Output files: never in the place of something precious."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import stat
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 from rsv_format import RsvError
 from rsv_format.layout import MAGIC
@@ -41,29 +37,3 @@ def is_rsv(path: Path) -> bool:
     """Whether a file begins like an RSV file."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A new file that takes its place when the body ends well, and goes away when it does not.
-
-    A link at `path` is replaced itself.
-
-    Raises
-    ------
-    RsvError
-        io_error.
-    """
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException as e:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if isinstance(e, OSError):
-            raise RsvError("io_error", str(path), e.strerror or str(e)) from e
-        raise

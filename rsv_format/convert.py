@@ -36,6 +36,7 @@ from rsv_format.reader import File
 from rsv_format.reader import open as open_file
 from rsv_format.rotation import Floats, Transform
 from rsv_format.sources import Source, SourceTensor, open_source
+from rsv_format.sources.experts import stack_experts
 from rsv_format.sources.imatrix import load_imatrix
 from rsv_format.summary import Summary, summarize
 from rsv_format.synthetic import synthetic_importance
@@ -103,10 +104,12 @@ def quantize(
     importance : "auto", "gains", "none", path or mapping
         "auto" runs the model on random tokens where its architecture is known, and takes the gains of the
         norms that feed the layers, or nothing, where it is not. A path is that of a llama.cpp imatrix file. A
-        mapping goes from layer names to mean squared activations (in_features,).
+        mapping goes from layer names to mean squared activations (in_features,). Of a stack of experts the
+        mean of theirs counts, (experts, in_features) or by the names that they have in the checkpoint.
     include, exclude : patterns
         Shell-style, on layer names such as "model.layers.0.mlp.up_proj"; exclude wins. Layers left out
-        are kept as tensors.
+        are kept as tensors. Experts that are stacked are one layer: it goes by its own name, such as
+        "model.layers.0.mlp.switch_mlp.up_proj", and by each of theirs, "model.layers.0.mlp.experts.3.up_proj".
     progress : callable(done, total, name), optional
         Told the weights done, all of them, and the layer at work.
 
@@ -236,16 +239,16 @@ class _Job:
                 writer.attachment(name, data)
 
     def quantized(self) -> Iterator[LayerData]:
-        """The layers, group by group; a group's dense weights are in memory together."""
+        """The layers, group by group; a group's dense matrices are in memory together, its stacks one by one."""
         total, done = sum(prod(self._weight(name).shape) for name in self.layers), 0
         for group in self.groups:
             self.progress(done, total, group[0])
-            matrices = {name: self._weight(name).float32() for name in group}
-            transform = self._transform(group, matrices)
+            held = {name: self._weight(name).float32() for name in group if len(self._weight(name).shape) == 2}
+            transform = self._transform(group, held)
             for name in group:
                 self.progress(done, total, name)
-                done += matrices[name].size
-                yield self._quantized(name, matrices.pop(name), transform)
+                done += prod(self._weight(name).shape)
+                yield self._quantized(name, held.pop(name) if name in held else self._weight(name).float32(), transform)
         self.progress(total, total, "")
 
     def _header(self, layer_bits: Mapping[str, int]) -> Header:
@@ -348,16 +351,15 @@ class _Job:
             if group[0] in self.fixed_bits:
                 continue
             self.progress(len(demands), len(self.layers), group[0])
-            weights = {name: self._weight(name) for name in group}
-            dim = weights[group[0]].shape[-1]
-            squares = {name: column_squares([w.float32().reshape(-1, dim)]) for name, w in weights.items()}
+            dim = self._weight(group[0]).shape[-1]
+            squares = {name: column_squares(self._matrices(name)) for name in group}
             h, c = np.full(dim, usual), np.ones(dim)
             if group[0] in self.importance:
                 h = np.asarray(self.importance[group[0]], np.float64)
                 c = channel_scales(h, np.sum(list(squares.values()), axis=0), group[0])
-            for name, weight in weights.items():
+            for name in group:
                 error = weighted_error(h, c, squares[name])
-                rows = prod(weight.shape[:-1])
+                rows = prod(self._weight(name).shape[:-1])
                 # what is not finite is refused, by its place, when it is quantized
                 demands.append(Demand(name, dim, rows, error if np.isfinite(error) else 0.0))
         return demands
@@ -376,13 +378,17 @@ class _Job:
         if importance == "gains":
             return self._norm_gains()
         found = importance if isinstance(importance, Mapping) else load_imatrix(Path(importance))
-        chosen = {name: _per_channel(found[name]) for name in self.layers if name in found}
+        chosen = {name: h for name in self.layers if (h := self._given(name, found)) is not None}
         if not chosen:
             raise RsvError("importance_mismatch", "importance", "it names none of the layers that are quantized")
-        for name, h in chosen.items():
-            width = self._weight(name).shape[-1]
-            channel_scales(h, np.ones(width), name)  # refuses other lengths and values, before any work
         return chosen
+
+    def _given(self, name: str, found: Mapping[str, Floats]) -> Floats | None:
+        """A layer's own importance or the mean of its experts', in_features long."""
+        known = {x: _per_channel(found[x]) for x in ([name] if name in found else self._names(name)) if x in found}
+        for x, h in known.items():
+            channel_scales(h, np.ones(self._weight(name).shape[-1]), x)  # refuses other lengths and values
+        return np.asarray(np.mean(list(known.values()), axis=0)) if known else None
 
     def _norm_gains(self) -> Mapping[str, Floats]:
         found = {}
@@ -414,11 +420,10 @@ class _Job:
         transform = make_transform(dim, rotation=self.rotation, scales=scales)
         return None if transform is None else transform_entry(transform)
 
-    def _transform(self, group: list[str], matrices: Mapping[str, Floats]) -> Transform | None:
-        rows = [matrix.reshape(-1, matrix.shape[-1]) for matrix in matrices.values()]
+    def _transform(self, group: list[str], held: Mapping[str, Floats]) -> Transform | None:
         return group_transform(
-            rows[0].shape[1],
-            rows,
+            self._weight(group[0]).shape[-1],
+            (x for name in group for x in ([held[name]] if name in held else self._matrices(name))),
             name=group[0],
             rotation=self.rotation,
             persist_rotation=self.persist_rotation,
@@ -441,10 +446,22 @@ class _Job:
         )
 
     def _chosen(self, name: str) -> bool:
+        names = self._names(name)
+
         def matches(patterns: Iterable[str]) -> bool:
-            return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+            return any(fnmatch.fnmatchcase(x, pattern) for pattern in patterns for x in names)
 
         return (not self.include or matches(self.include)) and not matches(self.exclude)
+
+    def _names(self, name: str) -> list[str]:
+        """A layer's name and, of a stack, those of the experts in the checkpoint."""
+        return [name, *(expert.name.removesuffix(".weight") for expert in self._weight(name).experts)]
+
+    def _matrices(self, name: str) -> Iterator[Floats]:
+        """A layer's weight in matrices (rows, in_features), expert by expert where the source has them so."""
+        weight = self._weight(name)
+        for part in weight.experts or (weight,):
+            yield part.float32().reshape(-1, weight.shape[-1])
 
     def _weight(self, name: str) -> SourceTensor:
         return self.source.tensors[f"{name}.weight"]
@@ -473,7 +490,7 @@ class _Job:
 def _opened(source: str | os.PathLike[str] | Source) -> Iterator[Source]:
     """A source of the caller's stays open."""
     if isinstance(source, Source):
-        yield source
+        yield stack_experts(source)
     else:
         with open_source(source) as opened:
             yield opened

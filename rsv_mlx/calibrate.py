@@ -22,12 +22,16 @@ from numpy.typing import NDArray
 import rsv_format
 from rsv_format import RsvError, Source
 from rsv_mlx.adopt import LoadReport
+from rsv_mlx.binding import packed_kind
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
 from rsv_mlx.loading import _TOKENIZERS, _skeleton, _tokenizer, load
+from rsv_mlx.packed import weight_shape
 from rsv_mlx.switch import QuantizedSwitchLinear, is_switch
 
 CHUNK = 512  # llama.cpp's: what lies further back moves the means little
+RANDOM_TOKENS = 128  # more change the result little
+_FIRST_TOKEN = 3  # below lie the ids that most vocabularies keep for control tokens
 _SOURCES = (".gguf", ".safetensors")  # single files of the kinds that open_source takes
 
 Counts = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -88,6 +92,36 @@ def calibrate(
         if not np.isfinite(total).all():
             raise RsvError("source_invalid", name, "its input is not finite")
     return found
+
+
+def random_importance(model: Module, seed: int = 0) -> dict[str, NDArray[np.float64]]:
+    """Mean squared activations of a language model's layers on random tokens: nearly as good as on text, since what
+    matters is which channels of the residual stream are strong (benchmarks/quality.py).
+
+    Parameters
+    ----------
+    model : Module
+        Called with tokens, int32 (1, n); its first embedding table tells how many there are.
+    seed : int
+        Of the tokens.
+
+    Returns
+    -------
+    dict
+        Path of a module -> float64 (in_features,). Empty for a model that does not begin with an embedding table,
+        or that does not run.
+    """
+    tables = (m for _, m in model.named_modules() if packed_kind(m) is QuantizedEmbedding)  # type: ignore
+    shape = next((weight_shape(module) for module in tables), None)
+    if shape is None:
+        return {}
+    first = min(_FIRST_TOKEN, shape[0] - 1)
+    tokens = np.random.default_rng(seed).integers(first, shape[0], RANDOM_TOKENS)
+    try:
+        counts = calibrate(model, tokens.tolist())
+    except Exception:  # a module may want anything but tokens
+        return {}
+    return {name: np.atleast_2d(sums).sum(axis=0) / seen.sum() for name, (sums, seen) in counts.items()}
 
 
 def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:

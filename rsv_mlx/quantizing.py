@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import rsv_format
 from rsv_format import LayerData, RsvError
 from rsv_mlx.binding import install, packed_kind, share_inputs
+from rsv_mlx.calibrate import random_importance
 from rsv_mlx.codebook import Codebook
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.packed import Packed, dense_rows, weight_dtype, weight_shape
@@ -35,7 +36,7 @@ def quantize_model(
     bits: int = 4,
     codebook: str = "lloyd-max",
     rotation: str = "hartley",
-    importance: Mapping[str, Floats] | None = None,
+    importance: Mapping[str, Floats] | str | None = "auto",
     seed: int = 0,
     embedding_bits: int | None = None,
     include: Sequence[str] = (),
@@ -56,9 +57,11 @@ def quantize_model(
         the routers of a mixture of experts, and layers that are packed already stay as they are.
     bits, codebook, rotation, seed, threads
         As `rsv_format.quantize_matrix`.
-    importance : mapping, optional
+    importance : mapping, "auto" or None
         Layer's path -> mean squared activations, floating (in_features,) or one row for each expert. Layers
-        that share their input get the mean of those that are named.
+        that share their input get the mean of those that are named. "auto" runs the model on random tokens, if
+        it takes tokens, which makes weights that were loaded lazily resident; None is that all channels matter
+        alike. `calibrate` measures it on text.
     embedding_bits : int, optional
         1 to 8, of embeddings (a tied head included) and of an untied `lm_head`; they are kept if not given.
     include, exclude : patterns
@@ -72,8 +75,14 @@ def quantize_model(
         bad_argument, importance_mismatch: nothing was changed. nonfinite_weight, naming the layer: it and
         those after it were not changed.
     """
-    job = _Job(model, bits, codebook, rotation, importance or {}, seed, embedding_bits, include, exclude, threads)
-    if importance is not None and not job.importance:
+    if isinstance(importance, str) and importance != "auto":
+        raise RsvError("bad_argument", "importance", f"{importance!r} is neither 'auto' nor a mapping")
+    job = _Job(model, bits, codebook, rotation, seed, embedding_bits, include, exclude, threads)
+    if isinstance(importance, str):
+        job.weigh(random_importance(model, seed))
+    elif importance is not None:
+        job.weigh(importance)
+    if isinstance(importance, Mapping) and not job.importance:
         raise RsvError("importance_mismatch", "importance", "it names none of the layers that are quantized")
     told = progress or (lambda done, total, name: None)
     total, done = sum(prod(shape) for shape in job.shapes.values()), 0
@@ -97,7 +106,6 @@ class _Job:
     bits: int
     codebook: str
     rotation: str
-    given_importance: Mapping[str, Floats]
     seed: int
     embedding_bits: int | None
     include: Sequence[str]
@@ -121,9 +129,13 @@ class _Job:
         if not self.shapes:
             raise RsvError("bad_argument", type(self.model).__name__, "no layer of it is chosen")
         self.groups = [part for group in rsv_format.share_groups(self.shapes) for part in self._same_width(group)]
-        self.importance = self._shared_importance()
+        self.importance: Mapping[str, Floats] = {}
         self._factors: dict[object, mx.array] = {}
         self._haar: dict[int, Transform | None] = {}
+
+    def weigh(self, importance: Mapping[str, Floats]) -> None:
+        """Take the importance of the layers from here."""
+        self.importance = self._shared_importance(importance)
 
     def transform(self, group: list[str]) -> Transform | None:
         """The transform of a group; Haar ones of a width are the same one."""
@@ -204,15 +216,15 @@ class _Job:
             widths.setdefault(self.shapes[path][-1], []).append(path)
         return list(widths.values())
 
-    def _shared_importance(self) -> Mapping[str, Floats]:
+    def _shared_importance(self, given: Mapping[str, Floats]) -> Mapping[str, Floats]:
         """Layers with one input have one importance: the mean of those that are known."""
         shared: dict[str, Floats] = {}
         for group in self.groups:
             dim = self.shapes[group[0]][-1]
             found = []
             for path in group:
-                if path in self.given_importance:
-                    wide = np.asarray(self.given_importance[path], np.float64)
+                if path in given:
+                    wide = np.asarray(given[path], np.float64)
                     found.append(wide.mean(axis=0) if wide.ndim == 2 else wide)
                     # refuses other lengths and values, before any work
                     rsv_format.group_transform(

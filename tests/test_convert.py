@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from rsv_format import RsvError, Source, SourceTensor, quantize, quantize_layers
 from rsv_format.codebook import codebook
 from rsv_format.dtypes import to_bfloat16, to_float32
 from rsv_format.sources.base import dense_tensor
+from rsv_format.sources.experts import stack_experts
 
 BLOCK = "model.layers.0"
 Q, K, V, OUT = (f"{BLOCK}.self_attn.{part}_proj" for part in "qkvo")
@@ -258,6 +261,114 @@ def test_experts_may_have_their_own(tmp_path: Path) -> None:
     a = quantized(tmp_path / "a", importance={EXPERTS: h}).layers[EXPERTS]
     b = quantized(tmp_path / "b", importance={EXPERTS: h.mean(axis=0)}).layers[EXPERTS]
     assert np.array_equal(a.dequantize(), b.dequantize())
+
+
+# --- experts that a checkpoint keeps apart ---------------------------------------------------------------------------
+
+MIXTURE = f"{BLOCK}.block_sparse_moe"
+STACKS = {f"{MIXTURE}.switch_mlp.{part}": kept for part, kept in (("gate_proj", "w1"), ("up_proj", "w3"))}
+STACKS[f"{MIXTURE}.switch_mlp.down_proj"] = "w2"
+STACK_GATE, STACK_UP, STACK_DOWN = STACKS
+
+
+def mixture(**changes: np.ndarray | None) -> Source:
+    """The block again, with twelve experts of a Mixtral."""
+    normal = np.random.default_rng(3).standard_normal
+    experts: dict[str, np.ndarray | None] = {
+        f"{MIXTURE}.experts.{i}.{part}.weight": normal((24, 32) if part == "w2" else (32, 24)).astype(np.float32)
+        for i in range(12)
+        for part in ("w1", "w2", "w3")
+    }
+    return model(config={"model_type": "mixtral"}, **experts | changes)
+
+
+def test_experts_are_one_layer(tmp_path: Path) -> None:
+    source = mixture()
+    file = quantized(tmp_path / "a.rsv", source)
+    assert sorted(file.layers) == sorted([*LINEAR, *STACKS])
+    assert file.layers[STACK_UP].transform_id == file.layers[STACK_GATE].transform_id
+    for name, part in STACKS.items():
+        layer = file.layers[name]
+        assert layer.stack == 12
+        for i, found in enumerate(layer.dequantize()):
+            alone = rsv_format.quantize_matrix(
+                weight(source, f"{MIXTURE}.experts.{i}.{part}"), transform=layer.transform
+            )
+            rows = slice(i * layer.out_features, (i + 1) * layer.out_features)
+            assert np.array_equal(layer.indices[rows], alone.indices)
+            assert np.array_equal(layer.scales[rows], alone.scales)
+            assert np.mean((found - weight(source, f"{MIXTURE}.experts.{i}.{part}")) ** 2) < 0.02
+
+
+def test_experts_that_cannot_be_stacked_are_layers(tmp_path: Path) -> None:
+    missing = f"{MIXTURE}.experts.5.w2"
+    file = quantized(tmp_path / "a.rsv", mixture(**{f"{missing}.weight": None}))
+    apart = {f"{MIXTURE}.experts.{i}.{part}" for i in range(12) for part in ("w1", "w2", "w3")} - {missing}
+    assert set(file.layers) == {*LINEAR, *apart}
+
+
+@pytest.mark.parametrize(
+    "include, exclude, chosen",
+    [
+        (["*.experts.*"], [], list(STACKS)),
+        (["*switch_mlp.*"], ["*.mlp.*"], list(STACKS)),
+        (["*.w3"], [], [STACK_UP]),
+        (["*.experts.7.w1", "*switch_mlp.down_proj"], [], [STACK_GATE, STACK_DOWN]),
+        (["*block_sparse_moe*"], ["*.experts.0.w[12]"], [STACK_UP]),
+        ([], ["*.experts.*"], LINEAR),
+    ],
+)
+def test_a_stack_goes_by_the_names_of_its_experts_too(
+    tmp_path: Path, include: list[str], exclude: list[str], chosen: list[str]
+) -> None:
+    file = quantized(tmp_path / "a", mixture(), include=include, exclude=exclude)
+    assert sorted(file.layers) == sorted(chosen)
+    for name in set(STACKS) - set(chosen):
+        assert file.tensors[f"{name}.weight"].shape[0] == 12
+    assert not any(".experts." in name for name in file.tensors)
+
+
+def test_importance_of_a_stack(tmp_path: Path) -> None:
+    """By the norm, by its own name, or as the mean of what is known of its experts."""
+    h = np.random.default_rng(0).uniform(1, 9, (12, 24))
+    known = {f"{MIXTURE}.experts.{i}.w1": h[i] for i in range(12) if i != 4}
+    given = {STACK_GATE: np.delete(h, 4, axis=0).mean(axis=0)}
+    source = mixture(**{f"{BLOCK}.post_attention_layernorm.weight": np.sqrt(h[0]).astype(np.float32)})
+    files = [
+        quantized(tmp_path / f"{i}", source, importance=importance)
+        for i, importance in enumerate((known, given, {STACK_GATE: h}, known | given, {STACK_UP: h[0]}, "auto"))
+    ]
+    d = [np.asarray(file.layers[STACK_UP].transform.d) for file in files]  # type: ignore[union-attr]
+    assert np.allclose(d[0], d[1], rtol=1e-6) and np.array_equal(d[1], d[3]) and not np.allclose(d[1], d[2])
+    assert np.allclose(d[4], d[5], rtol=1e-5)
+    for wrong in (np.ones(23), -np.ones(24)):
+        with pytest.raises(RsvError, match="experts.11.w1") as e:
+            quantize(source, tmp_path / "a", importance=known | {f"{MIXTURE}.experts.11.w1": wrong})
+        assert e.value.code == "importance_mismatch"
+
+
+@pytest.mark.parametrize("importance", ["none", "gains"])
+def test_one_dense_stack_is_in_memory_at_a_time(importance: str) -> None:
+    source = stack_experts(mixture())
+    made: list[weakref.ref[np.ndarray]] = []
+
+    def watched(stack: SourceTensor) -> SourceTensor:
+        def float32() -> np.ndarray:
+            assert not any(ref() is not None for ref in made)
+            array = stack.float32()
+            made.append(weakref.ref(array))
+            return array
+
+        return replace(stack, float32=float32)
+
+    source.tensors |= {f"{name}.weight": watched(source.tensors[f"{name}.weight"]) for name in STACKS}
+    assert sum(layer.stack == 12 for layer in quantize_layers(source, importance=importance)) == len(made) == 3
+
+
+def test_a_budget_for_stacks(tmp_path: Path) -> None:
+    file = quantized(tmp_path / "a", mixture(), bits_per_weight=8.5, importance="gains")
+    assert rsv_format.summarize(tmp_path / "a").bits_per_weight <= 8.5
+    assert len({file.layers[name].bits for name in [*LINEAR, *STACKS]}) == 2
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

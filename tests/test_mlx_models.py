@@ -18,6 +18,7 @@ mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 nn = pytest.importorskip("mlx.nn")
 
 import rsv_mlx  # noqa: E402
+from rsv_mlx.calibrate import random_importance  # noqa: E402
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what transformers says while it is imported is not ours
@@ -264,6 +265,43 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": EXPERTS,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+LATENT = ROUTED | {
+    "n_routed_experts": 4, "n_shared_experts": 1, "kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+FULL = {"layer_types": ["full_attention"] * 2, "sliding_window": 8,
+        "rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}}}  # fmt: skip
+MIXTURES: dict[str, dict[str, Any]] = {  # families whose checkpoints keep experts apart, besides two above
+    "bailing_moe": LATENT | {"num_shared_experts": 1},
+    "deepseek": LATENT,
+    "deepseek_v2": LATENT | {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+    "deepseek_v3": LATENT,
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "use_bias": False},
+    "exaone_moe": ROUTED | FULL | {"num_shared_experts": 1, "is_moe_layer": [False, True]},
+    "glm4_moe": LATENT | {"routed_scaling_factor": 1.0, "rope_scaling": None, "use_qk_norm": True,
+                          "attention_bias": False, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": LATENT,
+    "hunyuan": ROUTED | {"moe_topk": 2, "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_qk_norm": True,
+                         "use_cla": False, "cla_share_factor": 2, "attention_bias": False,
+                         "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}},
+    "jamba": ROUTED | {"attn_layer_offset": 0, "attn_layer_period": 2, "expert_layer_offset": 1,
+                       "expert_layer_period": 2, "mamba_d_conv": 4, "mamba_d_state": 4, "mamba_expand": 2},
+    "laguna": ROUTED | FULL | {"shared_expert_intermediate_size": 32},
+    "lfm2_moe": ROUTED | {"use_expert_bias": True, "num_dense_layers": 1, "norm_eps": 1e-5, "conv_bias": False,
+                          "conv_L_cache": 3, "layer_types": ["conv", "full_attention"]},
+    "mellum": ROUTED | FULL,
+    "minimax": {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32, "rotary_dim": 8},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "original_max_position_embeddings": 64,
+               "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8,
+                                "short_mscale": 1.0, "long_mscale": 1.0}},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 48},
+    "qwen3_next": EXPERTS | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
+                             "linear_value_head_dim": 32, "linear_conv_kernel_dim": 4, "full_attention_interval": 2,
+                             "partial_rotary_factor": 0.5, "shared_expert_intermediate_size": 32},
+}  # fmt: skip
 TOKENS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]]
 
 
@@ -271,7 +309,7 @@ def make(family: str = "llama", dtype: Any = None, **changes: Any) -> tuple[Any,
     """A random model of mlx-lm and its config."""
     from importlib import import_module
 
-    config = {"model_type": family} | SHAPE | FAMILIES[family] | changes
+    config = {"model_type": family} | SHAPE | (FAMILIES | MIXTURES)[family] | changes
     module = import_module(f"mlx_lm.models.{family}")
     mx.random.seed(7)
     model = module.Model(module.ModelArgs.from_dict(config))
@@ -407,7 +445,7 @@ def test_layers_that_mlx_has_quantized_are_sources_and_may_stay(tmp_path: Path) 
         model, config = make(family)
         nn.quantize(model, group_size=32, bits=8)
         wanted = model(mx.array(TOKENS))
-        rsv_mlx.quantize_model(model, bits=8, exclude=["*.o_proj"])
+        rsv_mlx.quantize_model(model, bits=8, exclude=["*.o_proj"], importance=None)
         stay = modules_of(model, (nn.QuantizedLinear, nn.QuantizedEmbedding)).keys()
         assert "model.embed_tokens" in stay and "model.layers.1.self_attn.o_proj" in stay
         logits = model(mx.array(TOKENS))
@@ -431,6 +469,24 @@ def test_layers_that_mlx_has_quantized_are_sources_and_may_stay(tmp_path: Path) 
     )
     with pytest.raises(RsvError, match="unsupported_model.*quantization"):
         rsv_mlx.load_model(tmp_path / "m.rsv")
+
+
+def test_importance_of_random_tokens() -> None:
+    """A model with a few strong channels loses less when it has been run first; what takes no tokens has none."""
+    errors = {}
+    for importance in (None, "auto"):
+        mx.random.seed(3)
+        model, _ = make("qwen2")
+        strong = mx.where(mx.arange(model.args.hidden_size) % 16 == 3, 20.0, 0.2)
+        for layer in model.layers:
+            layer.input_layernorm.weight = layer.post_attention_layernorm.weight = strong
+        wanted = model(mx.array(TOKENS))
+        rsv_mlx.quantize_model(model, bits=3, importance=importance)
+        errors[importance] = float(mx.square(model(mx.array(TOKENS)) - wanted).mean())
+    assert errors["auto"] < 0.7 * errors[None]
+    assert random_importance(Box(a=nn.Linear(8, 8))) == random_importance(nn.Embedding(8, 8)) == {}
+    with pytest.raises(RsvError, match="bad_argument at importance"):
+        rsv_mlx.quantize_model(model, importance="gains")
 
 
 def test_quantizing_refuses_before_it_changes_anything() -> None:
@@ -556,3 +612,99 @@ def test_generation_with_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
     assert text == mlx_lm.generate(model, tokenizer, "w3 w4 w5", max_tokens=5)
     pieces = [r.text for r in mlx_lm.stream_generate(loaded, tokenizer, "w3 w4 w5", max_tokens=5)]
     assert "".join(pieces) == text
+
+
+# checkpoints that keep experts apart
+
+
+def apart(path: str, family: str, number: int) -> str:
+    """The name of one expert's weight in a checkpoint, from the path of the module that holds all."""
+    owner, _, part = path.partition(".switch_mlp.")
+    if family in ("mixtral", "phimoe", "minimax", "lfm2_moe"):
+        part = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}[part]
+    return f"{owner}.experts.{number}.{part}.weight"
+
+
+def write_checkpoint(folder: Path, family: str) -> tuple[Any, dict[str, np.ndarray]]:
+    """A random model and the tensors of the Hugging Face folder that is written of it."""
+    model, config = make(family)
+    tensors = dict(tree_flatten(model.parameters()))
+    for path in modules_of(model, SwitchLinear):
+        weight = tensors.pop(f"{path}.weight")
+        tensors |= {apart(path, family, i): weight[i] for i in range(weight.shape[0])}
+    mx.save_safetensors(str(folder / "model.safetensors"), tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    return model, {name: np.array(tensor) for name, tensor in tensors.items()}
+
+
+STACKED = ["mixtral", "qwen3_moe", *(family for family in MIXTURES if family != "qwen3_next")]
+
+
+@pytest.mark.parametrize("family", STACKED)
+def test_experts_of_a_checkpoint_stay_packed(family: str, tmp_path: Path) -> None:
+    model, tensors = write_checkpoint(tmp_path, family)
+    rsv_format.quantize(tmp_path, tmp_path / "a.rsv")
+    loaded, report = rsv_mlx.load_model(tmp_path / "a.rsv", return_report=True)
+    packed = modules_of(loaded, rsv_mlx.QuantizedSwitchLinear)
+    assert packed and packed.keys() == modules_of(model, SwitchLinear).keys() and not modules_of(loaded, SwitchLinear)
+    if family not in ("deepseek_v3", "glm4_moe_lite"):  # there mlx-lm takes kv_b_proj apart
+        assert report.dense_nbytes == 0
+    with rsv_format.open(tmp_path / "a.rsv") as file:
+        for path, switch in packed.items():
+            layer = file.layers[path]
+            close(switch.dequantize(), layer.dequantize())
+            for i, matrix in enumerate(layer.dequantize()):  # as if the expert were alone
+                weight = tensors[apart(path, family, i)]
+                alone = quantize_matrix(weight, transform=layer.transform)
+                assert np.array_equal(matrix, reference(tmp_path / "alone.rsv", alone))
+            assert apart(path, family, layer.stack) not in tensors
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v2"])
+def test_a_checkpoint_of_experts_runs(family: str, tmp_path: Path) -> None:
+    model, _ = write_checkpoint(tmp_path, family)
+    rsv_format.quantize(tmp_path, tmp_path / "a.rsv", bits=8)
+    logits = rsv_mlx.load_model(tmp_path / "a.rsv")(mx.array(TOKENS))
+    close(logits, rsv_mlx.load_model(tmp_path / "a.rsv", materialize="dense")(mx.array(TOKENS)), 1e-4)
+    close(logits, model(mx.array(TOKENS)), 0.15)
+
+
+def test_the_families_are_those_of_mlx_lm() -> None:
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    from rsv_format.sources.experts import _FAMILIES
+
+    assert {MODEL_REMAPPING.get(family, family) for family in _FAMILIES} == set(STACKED)
+
+
+def test_a_checkpoint_whose_stacks_would_mean_something_else(tmp_path: Path) -> None:
+    """Qwen3-Next's norms are stored less one where experts are apart: mlx-lm takes that for the mark."""
+    _, tensors = write_checkpoint(tmp_path, "qwen3_next")
+    rsv_format.quantize(tmp_path, tmp_path / "a.rsv", bits=8)
+    loaded = rsv_mlx.load_model(tmp_path / "a.rsv")
+    norm = "model.layers.0.input_layernorm.weight"
+    close(dict(tree_flatten(loaded.parameters()))[norm], tensors[norm] + 1)
+    assert len(modules_of(loaded, SwitchLinear)) == 6
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_that_are_left_out_are_kept_in_stacks(family: str, tmp_path: Path) -> None:
+    model, _ = write_checkpoint(tmp_path, family)
+    rsv_format.quantize(tmp_path, tmp_path / "a.rsv", bits=8, exclude=["*.experts.*.up_proj", "*.w3"])
+    loaded, report = rsv_mlx.load_model(tmp_path / "a.rsv", return_report=True)
+    assert report.dense_nbytes == 0 and len(modules_of(loaded, rsv_mlx.QuantizedSwitchLinear)) == 4
+    dense = modules_of(loaded, SwitchLinear)
+    assert {path.rpartition(".")[2] for path in dense} == {"up_proj"} and len(dense) == 2
+    for path, module in dense.items():
+        assert same_bytes(module.weight, modules_of(model, SwitchLinear)[path].weight)
+
+
+def test_experts_that_differ_are_layers_of_their_own(tmp_path: Path) -> None:
+    """One has another shape: mlx-lm, which wants to stack them, cannot load such a checkpoint."""
+    _, tensors = write_checkpoint(tmp_path, "olmoe")
+    odd = "model.layers.1.mlp.experts.2.up_proj"
+    tensors[f"{odd}.weight"] = tensors[f"{odd}.weight"][:-1]
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {k: mx.array(v) for k, v in tensors.items()})
+    rsv_format.quantize(tmp_path, tmp_path / "a.rsv")
+    with rsv_format.open(tmp_path / "a.rsv") as file:
+        assert odd in file.layers and all(layer.stack == 1 for layer in file.layers.values())

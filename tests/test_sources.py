@@ -767,3 +767,80 @@ def test_imatrix_malformed(tmp_path: Path, data: bytes) -> None:
 
 def test_imatrix_missing(tmp_path: Path) -> None:
     refuses("io_error", lambda: load_imatrix(tmp_path / "none"))
+
+
+# Experts that a checkpoint keeps apart
+
+
+def experts(count: int = 12, *parts: str, owner: str = "model.layers.0.mlp") -> dict[str, tuple[str, np.ndarray]]:
+    """Of each part one matrix an expert; the last expert's comes first."""
+    names = [f"{owner}.experts.{i}.{part}.weight" for i in reversed(range(count)) for part in parts or ("up_proj",)]
+    weights = rng().standard_normal((len(names), 4, 32)).astype(np.float32)
+    return {name: ("BF16", (w.view(np.uint32) >> 16).astype(np.uint16)) for name, w in zip(names, weights, strict=True)}
+
+
+@pytest.mark.parametrize(
+    "model_type, owner, parts",
+    [
+        ("qwen3_moe", "model.layers.7.mlp", {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}),
+        ("mixtral", "model.layers.0.block_sparse_moe", {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}),
+    ],
+)
+def test_experts_are_stacked(tmp_path: Path, model_type: str, owner: str, parts: dict[str, str]) -> None:
+    apart = experts(12, *parts, owner=owner)
+    rest = plain(f"{owner}.gate.weight", f"{owner}.shared_expert.up_proj.weight", "model.norm.weight")
+    write_folder(tmp_path, {"model_type": model_type}, one=dict(list(apart.items())[:5]))
+    write_safetensors(tmp_path / "two.safetensors", dict(list(apart.items())[5:]) | rest)
+    source = open_source(tmp_path)
+    stacks = {f"{owner}.switch_mlp.{name}.weight": part for part, name in parts.items()}
+    assert source.tensors.keys() == stacks.keys() | rest.keys() and source.kind == "folder"
+    for name, part in stacks.items():
+        tensor, names = source.tensors[name], [f"{owner}.experts.{i}.{part}.weight" for i in range(12)]
+        assert (tensor.name, tensor.dtype, tensor.shape) == (name, "bf16", (12, 4, 32)) and source.is_linear(name)
+        assert [expert.name for expert in tensor.experts] == names
+        bits = np.stack([apart[x][1] for x in names])
+        assert tensor.read().dtype == np.uint16 and np.array_equal(tensor.read(), bits)
+        assert np.array_equal(tensor.float32().view(np.uint32) >> 16, bits)
+    with open_source(tmp_path / "two.safetensors") as part_of_it:  # not all experts are there
+        assert part_of_it.tensors.keys() == (apart.keys() - list(apart)[:5]) | rest.keys()
+
+
+def test_biases_of_experts_are_stacked_too(tmp_path: Path) -> None:
+    biases = {f"model.layers.0.mlp.experts.{i}.up_proj.bias": ("F32", np.full(4, i, np.float32)) for i in range(3)}
+    write_folder(tmp_path, {"model_type": "olmoe"}, model=experts(3) | biases)
+    bias = open_source(tmp_path).tensors["model.layers.0.mlp.switch_mlp.up_proj.bias"]
+    assert bias.shape == (3, 4) and bias.float32()[:, 0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "config, changes",
+    [
+        ({"model_type": "qwen3_next"}, {}),  # mlx-lm's would take stacks for a sign of converted norms
+        ({"model_type": ["olmoe"]}, {}),
+        ({}, {}),
+        ({}, {"0.up_proj.weight": None}),
+        ({}, {"1.up_proj.weight": None}),
+        ({}, {"2.up_proj.weight": (5, 32)}),
+        ({}, {"2.up_proj.bias": (4,)}),
+        ({}, {"2.gate_proj.weight": (4, 32)}),
+        ({}, {"0.w3.weight": (4, 32), "1.w3.weight": (4, 32), "2.w3.weight": (4, 32)}),  # mlx-lm's up_proj as well
+        ({}, {"0.up_proj.weight_scale": (), "1.up_proj.weight_scale": (), "2.up_proj.weight_scale": ()}),
+        ({}, {"2.up_proj.weight": (4, 16), "0.down_proj.weight": (4, 32)}),
+        ({}, {"switch_mlp": (3, 4, 32)}),
+    ],
+)
+def test_experts_that_are_left_apart(tmp_path: Path, config: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Also those of the block that has no flaw."""
+    tensors = experts(3) | experts(2, owner="model.layers.1.mlp")
+    for part, shape in changes.items():
+        name = f"model.layers.0.mlp.experts.{part}"
+        if part == "switch_mlp":
+            name = "model.layers.0.mlp.switch_mlp.up_proj.weight"
+        if shape is None:
+            del tensors[name]
+        else:
+            tensors[name] = ("F32", np.zeros(shape, np.float32))
+    known = {} if not changes and not config else {"model_type": "olmoe"}
+    write_folder(tmp_path, known | config, model=tensors)
+    source = open_source(tmp_path)
+    assert source.tensors.keys() == tensors.keys() and not any(x.experts for x in source.tensors.values())

@@ -1,9 +1,9 @@
 """Where weights come from.
 
-Modules, bottom up: base (what a source is), mlx_affine (dense weights from MLX's packed ones), safetensors
-(files and folders), hub (downloads a folder), gguf_names, gguf_reader, gguf_config, gguf_tokenizer and gguf
-(llama.cpp's files), imatrix (llama.cpp's importance matrices).  A library is imported when a source of its
-kind is opened, never by importing this package.
+Modules, bottom up: base (what a source is), experts (stacks of them), mlx_affine (dense weights from MLX's
+packed ones), safetensors (files and folders), hub (downloads a folder), gguf_names, gguf_reader, gguf_config,
+gguf_tokenizer and gguf (llama.cpp's files), imatrix (llama.cpp's importance matrices).  A library is imported
+when a source of its kind is opened, never by importing this package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
     Returns
     -------
     Source
-        A context manager; its tensors go by their Hugging Face names.
+        A context manager; its tensors go by their Hugging Face names, stacks of experts by mlx-lm's.
 
     Raises
     ------

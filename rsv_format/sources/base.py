@@ -35,7 +35,8 @@ class SourceTensor:
 
     `dtype` is the RSV name of the dtype it is kept in, `read` returns that form (bfloat16 as uint16 bit
     patterns) and `float32` the same values as dense float32, both of shape `shape`.  Either raises RsvError
-    `source_invalid` when the file does not hold what its header said.
+    `source_invalid` when the file does not hold what its header said.  `experts` are the tensors of which a stack
+    is made, by their own names, where the checkpoint keeps them apart.
     """
 
     name: str
@@ -43,6 +44,7 @@ class SourceTensor:
     shape: tuple[int, ...]
     read: Callable[[], Array]
     float32: Callable[[], Floats]
+    experts: tuple[SourceTensor, ...] = ()
 
 
 @dataclass

@@ -7,9 +7,6 @@ reach any expert, since its experts share a transform.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import secrets
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from rsv_format.errors import RsvError
+from rsv_format.replacing import replacing
 from rsv_format.sources import gguf
 from rsv_format.sources.base import Array, Floats, library, reading
 from rsv_format.sources.gguf_names import hugging_face_name, llama_cpp_name, mixtral_suffix
@@ -83,36 +81,25 @@ def save_imatrix(
     """
     path = Path(path)
     package = library("gguf", str(path))
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.tmp")
-    writer = package.GGUFWriter(temporary, "imatrix")
-    writer.add_type("imatrix")
-    writer.add_array(package.Keys.IMatrix.DATASETS, list(datasets))
-    writer.add_uint32(package.Keys.IMatrix.CHUNK_COUNT, chunks)
-    writer.add_uint32(package.Keys.IMatrix.CHUNK_SIZE, chunk_size)
-    stored = {llama_cpp_name(f"{name}.weight") or f"{name}.weight": entry for name, entry in layers.items()}
-    for name in sorted(stored):
-        sums, counts = (np.asarray(part, np.float32) for part in stored[name])
-        sums, counts = np.atleast_2d(sums), counts.reshape(-1, 1)
-        if sums.ndim != 2 or sums.size == 0 or sums.shape[0] != counts.shape[0]:
-            raise RsvError("bad_argument", name, f"sums {sums.shape} do not fit counts {counts.shape}")
-        if counts.any():
-            writer.add_tensor(f"{name}{_SUMS}", np.ascontiguousarray(sums))
-            writer.add_tensor(f"{name}{_COUNTS}", counts)
-    try:
+    with replacing(path) as temporary:
+        writer = package.GGUFWriter(temporary, "imatrix")
+        writer.add_type("imatrix")
+        writer.add_array(package.Keys.IMatrix.DATASETS, list(datasets))
+        writer.add_uint32(package.Keys.IMatrix.CHUNK_COUNT, chunks)
+        writer.add_uint32(package.Keys.IMatrix.CHUNK_SIZE, chunk_size)
+        stored = {llama_cpp_name(f"{name}.weight") or f"{name}.weight": entry for name, entry in layers.items()}
+        for name in sorted(stored):
+            sums, counts = (np.asarray(part, np.float32) for part in stored[name])
+            sums, counts = np.atleast_2d(sums), counts.reshape(-1, 1)
+            if sums.ndim != 2 or sums.size == 0 or sums.shape[0] != counts.shape[0]:
+                raise RsvError("bad_argument", name, f"sums {sums.shape} do not fit counts {counts.shape}")
+            if counts.any():
+                writer.add_tensor(f"{name}{_SUMS}", np.ascontiguousarray(sums))
+                writer.add_tensor(f"{name}{_COUNTS}", counts)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
-        for file in writer.fout:
-            file.flush()
-            os.fsync(file.fileno())
         writer.close()
-        os.replace(temporary, path)
-    except BaseException as e:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        if isinstance(e, OSError):
-            raise RsvError("io_error", str(path), e.strerror or str(e)) from e
-        raise
 
 
 def _layer_names(name: str) -> list[str]:

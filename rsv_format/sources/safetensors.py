@@ -27,6 +27,7 @@ from rsv_format.sources.base import (
     read_json_object,
     reading,
 )
+from rsv_format.sources.experts import stack_experts
 
 INDEX = "model.safetensors.index.json"
 ATTACHMENTS = {
@@ -136,7 +137,7 @@ def _with_config(kind: str, path: Path, tensors: dict[str, SourceTensor], folder
             mlx_affine.dequantized(tensors, config, str(path)),
             mlx_affine.stripped(config),
         )
-    return Source(kind, str(path), tensors, config, _attachments(folder, config))
+    return stack_experts(Source(kind, str(path), tensors, config, _attachments(folder, config)))
 
 
 def _attachments(folder: Path, config: dict[str, Any]) -> dict[str, tuple[str, bytes]]:
