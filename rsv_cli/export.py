@@ -64,8 +64,9 @@ def export(
     """Turn a file back into dense weights.
 
     Every layer is dequantized and rotated back to its original basis, under the name that it had: the result
-    loads wherever the source did, or in mlx-lm where experts were stacked. One layer at a time is in memory. The file is verified first. With
-    [bold]rsv extract[/bold] into the same folder, config and tokenizer come along and make it a Hugging Face folder.
+    loads wherever the source did, or in mlx-lm where experts were stacked. One layer at a time is in memory. The
+    file is verified first. With [bold]rsv extract[/bold] into the same folder, config and tokenizer come along and
+    make it a Hugging Face folder.
 
     Example: [bold cyan]rsv export qwen.rsv -o qwen/model.safetensors --dtype bfloat16[/bold cyan]
     """

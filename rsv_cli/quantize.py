@@ -50,10 +50,10 @@ def quantize(
                      "with the largest error.", show_default=False),
     ] = None,
     embedding_bits: Annotated[
-        str,
-        typer.Option("--embedding-bits", metavar="N|keep", help="Quantize the embedding table, and an untied head, to "
-                     "1 to 8 bits, or keep them."),
-    ] = "keep",
+        str | None,
+        typer.Option("--embedding-bits", metavar="N|keep", help="Bits of the embedding table and of an untied head, "
+                     "1 to 8, or keep them as they are.", show_default="5, or --bits if that is more"),
+    ] = None,
     codebook: Annotated[
         Codebook, typer.Option("--codebook", help="Centroids fitted to a normal distribution, or evenly spaced ones.")
     ] = Codebook.lloyd_max,
@@ -100,7 +100,6 @@ def quantize(
         raise typer.BadParameter("only --rotation haar has a matrix to store", param_hint="--persist-rotation")
     if bits is not None and bits_per_weight is not None:
         raise typer.BadParameter("give a budget, or --bits for all layers", param_hint="--bits-per-weight")
-    tables = _number_of_bits(embedding_bits)
     with session():
         import rsv_format
         from rsv_cli.files import check_output
@@ -112,7 +111,7 @@ def quantize(
                 output,
                 bits=bits,
                 bits_per_weight=bits_per_weight,
-                embedding_bits=tables,
+                embedding_bits=_table_bits(embedding_bits),
                 codebook=codebook.value,
                 rotation=rotation.value,
                 persist_rotation=persist_rotation,
@@ -127,11 +126,10 @@ def quantize(
             _print_report(report)
 
 
-def _number_of_bits(text: str) -> int | None:
-    """None for "keep"."""
-    if text == "keep":
-        return None
-    if text not in "12345678" or len(text) != 1:
+def _table_bits(text: str | None) -> int | str | None:
+    if text is None or text == "keep":
+        return text
+    if text not in list("12345678"):
         raise typer.BadParameter(f"{text!r} is neither 1 to 8 nor 'keep'", param_hint="--embedding-bits")
     return int(text)
 

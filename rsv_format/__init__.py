@@ -12,7 +12,7 @@ Modules, bottom up:
 - summary: where the bytes went
 """
 
-from rsv_format.convert import QuantizeReport, quantize, quantize_layers, save
+from rsv_format.convert import EMBEDDING_BITS, QuantizeReport, quantize, quantize_layers, save
 from rsv_format.errors import CODES, RsvError
 from rsv_format.importance import share_groups
 from rsv_format.packing import pack, unpack
@@ -26,6 +26,7 @@ from rsv_format.writer import AttachmentData, LayerData, TensorData, Writer, wri
 
 __all__ = [
     "CODES",
+    "EMBEDDING_BITS",
     "Attachment",
     "AttachmentData",
     "File",

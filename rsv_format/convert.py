@@ -50,6 +50,7 @@ from rsv_format.writer import (
 )
 
 _DEFAULT_BITS = 4
+EMBEDDING_BITS = 5  # costs little where 4 cost much (benchmarks/quality.py), and half of 8
 _IMPORTANCES = ("auto", "gains", "none")
 _TABLES = frozenset({"embed_tokens", "wte", "lm_head"})  # one row a token
 
@@ -74,7 +75,7 @@ def quantize(
     *,
     bits: int | None = None,
     bits_per_weight: float | None = None,
-    embedding_bits: int | None = None,
+    embedding_bits: int | str | None = None,
     codebook: str = "lloyd-max",
     rotation: str = "hartley",
     persist_rotation: bool = False,
@@ -99,8 +100,9 @@ def quantize(
         Instead of bits: linear layers get as many as all can have, 2 to 8, and those whose weighted error is
         largest one more, so that the summary's bits_per_weight, which counts scales, transforms, header and
         padding too, is at most this. Layers whose importance is not known count like the mean of the others.
-    embedding_bits : int, optional
-        1 to 8: embedding tables, and heads that are not tied to one, become layers too.
+    embedding_bits : int or "keep", optional
+        1 to 8, of embedding tables and of heads that are not tied to one; "keep" leaves them as they are. If not
+        given, 5, or as many as the other layers if those have more.
     importance : "auto", "gains", "none", path or mapping
         "auto" runs the model on random tokens where its architecture is known, and takes the gains of the
         norms that feed the layers, or nothing, where it is not. A path is that of a llama.cpp imatrix file. A
@@ -137,7 +139,7 @@ def quantize_layers(
     *,
     bits: int | None = None,
     bits_per_weight: float | None = None,
-    embedding_bits: int | None = None,
+    embedding_bits: int | str | None = None,
     codebook: str = "lloyd-max",
     rotation: str = "hartley",
     persist_rotation: bool = False,
@@ -191,7 +193,7 @@ class _Job:
     source: Source
     bits: int | None
     bits_per_weight: float | None
-    embedding_bits: int | None
+    embedding_bits: int | str | None
     codebook: str
     rotation: str
     persist_rotation: bool
@@ -309,8 +311,10 @@ class _Job:
 
     def _check_bits(self) -> None:
         make_codebook(self.codebook, _DEFAULT_BITS if self.bits is None else self.bits)
-        if self.embedding_bits is not None:
+        if isinstance(self.embedding_bits, int):
             make_codebook(self.codebook, self.embedding_bits)
+        elif self.embedding_bits not in (None, "keep"):
+            raise RsvError("bad_argument", "embedding_bits", f"{self.embedding_bits!r} is neither 1 to 8 nor 'keep'")
         if self.bits_per_weight is not None:
             if self.bits is not None:
                 raise RsvError("bad_argument", "bits_per_weight", "cannot be had with a number of bits for all layers")
@@ -319,7 +323,7 @@ class _Job:
 
     def _table_bits(self) -> dict[str, int]:
         """Embedding tables and heads, if they are to be layers."""
-        if self.embedding_bits is None:
+        if self.embedding_bits == "keep":
             return {}
         tables = [
             name.removesuffix(".weight")
@@ -327,9 +331,11 @@ class _Job:
             if name.split(".")[-1] == "weight" and name.split(".")[-2:][0] in _TABLES
             and tensor.dtype in FLOAT_DTYPES and len(tensor.shape) == 2
         ]  # fmt: skip
-        if not tables:
-            raise RsvError("bad_argument", "embedding_bits", "the source has no embedding table")
-        return dict.fromkeys(tables, self.embedding_bits)
+        if isinstance(self.embedding_bits, int):
+            if not tables:
+                raise RsvError("bad_argument", "embedding_bits", "the source has no embedding table")
+            return dict.fromkeys(tables, self.embedding_bits)
+        return dict.fromkeys(tables, max(EMBEDDING_BITS, self.bits or _DEFAULT_BITS))
 
     def _spent(self, bits_per_weight: float) -> dict[str, int]:
         """The bits of each layer that a budget buys; a pass over the source."""

@@ -38,7 +38,7 @@ def quantize_model(
     rotation: str = "hartley",
     importance: Mapping[str, Floats] | str | None = "auto",
     seed: int = 0,
-    embedding_bits: int | None = None,
+    embedding_bits: int | str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     threads: int | None = None,
@@ -62,8 +62,9 @@ def quantize_model(
         that share their input get the mean of those that are named. "auto" runs the model on random tokens, if
         it takes tokens, which makes weights that were loaded lazily resident; None is that all channels matter
         alike. `calibrate` measures it on text.
-    embedding_bits : int, optional
-        1 to 8, of embeddings (a tied head included) and of an untied `lm_head`; they are kept if not given.
+    embedding_bits : int or "keep", optional
+        1 to 8, of embeddings (a tied head included) and of an untied `lm_head`; "keep" leaves them as they are.
+        If not given, 5, or as many as the other layers if those have more.
     include, exclude : patterns
         Shell-style, on paths such as "model.layers.0.mlp.up_proj"; exclude wins.
     progress : callable(done, total, name), optional
@@ -107,13 +108,18 @@ class _Job:
     codebook: str
     rotation: str
     seed: int
-    embedding_bits: int | None
+    embedding_bits: int | str | None
     include: Sequence[str]
     exclude: Sequence[str]
     threads: int | None
 
     def __post_init__(self) -> None:
-        for bits in (self.bits, self.embedding_bits):
+        if isinstance(self.embedding_bits, str) and self.embedding_bits != "keep":
+            raise RsvError("bad_argument", "embedding_bits", f"{self.embedding_bits!r} is neither 1 to 8 nor 'keep'")
+        self.table_bits = None if isinstance(self.embedding_bits, str) else self.embedding_bits
+        if self.embedding_bits is None:
+            self.table_bits = max(self.bits, rsv_format.EMBEDDING_BITS)
+        for bits in (self.bits, self.table_bits):
             if bits is not None:  # refuses bad arguments before any work
                 rsv_format.quantize_matrix(
                     np.ones((1, 1)), bits=bits, codebook=self.codebook, rotation=self.rotation, seed=self.seed
@@ -200,7 +206,7 @@ class _Job:
         if kind is None or isinstance(module, Packed) or not path or own in _KEPT or "position" in own:
             return None
         if kind is QuantizedEmbedding or own in _HEADS:
-            return self.embedding_bits
+            return self.table_bits
         return None if "embed" in path else self.bits
 
     def _chosen(self, path: str) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rsv_format
-from rsv_format import RsvError, Source, quantize, quantize_layers, quantize_matrix
+from rsv_format import EMBEDDING_BITS, RsvError, Source, quantize, quantize_layers, quantize_matrix
 from rsv_format.budget import LEVELS, Demand, spend, weighted_error
 from rsv_format.codebook import codebook, distortion
 from rsv_format.quantize import channel_scales, column_squares
@@ -148,7 +148,9 @@ def test_padding_that_grows_is_allowed_for() -> None:
 @pytest.mark.parametrize("wanted", [3.9, 4.5, 6.0])
 def test_a_budget_is_met_and_used(tmp_path: Path, kind: str, wanted: float) -> None:
     source, path = model(), tmp_path / "a.rsv"
-    report = quantize(source, path, bits_per_weight=wanted, codebook=kind, importance=importance())
+    report = quantize(
+        source, path, bits_per_weight=wanted, codebook=kind, importance=importance(), embedding_bits="keep"
+    )
     assert rsv_format.verify(path) == []
     largest, page = 384 * 256, 8 * 16384
     slack = (largest + page) / report.summary.weights
@@ -234,7 +236,7 @@ def test_a_budget_and_bits_exclude_each_other(tmp_path: Path) -> None:
 
 
 def test_more_than_enough(tmp_path: Path) -> None:
-    quantize(model(), tmp_path / "a", bits_per_weight=40, importance="none")
+    quantize(model(), tmp_path / "a", bits_per_weight=40, importance="none", embedding_bits="keep")
     assert set(bits_of(tmp_path / "a").values()) == {8}
 
 
@@ -271,10 +273,19 @@ def test_tables_get_their_own_bits(tmp_path: Path) -> None:
         assert np.mean((table.dequantize() - want) ** 2) < 0.002
 
 
-def test_tables_are_kept_unless_asked_for(tmp_path: Path) -> None:
-    quantize(model(), tmp_path / "a", importance="none")
+@pytest.mark.parametrize(("options", "wanted"), [({}, EMBEDDING_BITS), ({"bits": 3}, EMBEDDING_BITS), ({"bits": 7}, 7)])
+def test_tables_have_their_own_bits(options: dict[str, int], wanted: int, tmp_path: Path) -> None:
+    quantize(model(), tmp_path / "a", importance="none", **options)  # type: ignore[arg-type]
+    bits = bits_of(tmp_path / "a")
+    assert bits.pop("model.embed_tokens") == bits.pop("lm_head") == wanted
+    assert set(bits.values()) == {options.get("bits", 4)}
+
+
+def test_tables_are_kept_if_asked_for(tmp_path: Path) -> None:
+    quantize(model(), tmp_path / "a", importance="none", embedding_bits="keep")
     assert not {"model.embed_tokens", "lm_head"} & set(bits_of(tmp_path / "a"))
-    assert set(bits_of(tmp_path / "a").values()) == {4}
+    with pytest.raises(RsvError, match="bad_argument at embedding_bits"):
+        quantize(model(), tmp_path / "a", embedding_bits="5")
 
 
 def test_the_same_bits_share_a_codebook(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def quantized(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("rsv") / "model.rsv"
-    rsv_format.quantize(model, path, seed=3)
+    rsv_format.quantize(model, path, seed=3, embedding_bits="keep")
     return path
 
 
@@ -126,7 +126,7 @@ def test_missing_extra_says_how_to_install(missing: str) -> None:
 
 def test_quantize_writes_what_the_library_writes(model: Path, quantized: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.rsv"
-    text = ok("quantize", model, "-o", out, "--seed", 3)
+    text = ok("quantize", model, "-o", out, "--seed", 3, "--embedding-bits", "keep")
     assert out.read_bytes() == quantized.read_bytes()
     assert "wrote" in text and "4 layers" in text
 
@@ -184,6 +184,13 @@ def test_quantize_spends_a_budget(model: Path, tmp_path: Path) -> None:
     assert "model.embed_tokens" not in ok("info", out, "--layers").split("Kept tensors")[0]
 
 
+def test_quantize_says_how_many_bits_tables_get(model: Path, tmp_path: Path) -> None:
+    assert f"default: ({rsv_format.EMBEDDING_BITS}, or" in ok("quantize", "--help")
+    ok("quantize", model, "-o", tmp_path / "out.rsv")
+    with rsv_format.open(tmp_path / "out.rsv") as file:
+        assert file.layers["model.embed_tokens"].bits == rsv_format.EMBEDDING_BITS
+
+
 def test_quantize_fails_with_the_code_of_the_library(tmp_path: Path) -> None:
     result = failed(1, "quantize", tmp_path / "absent.safetensors", "-o", tmp_path / "out.rsv")
     assert result.stderr.startswith("error[io_error] ")
@@ -214,7 +221,7 @@ def test_quantize_replaces_an_rsv_file_and_an_empty_one(model: Path, quantized: 
     out = tmp_path / "out.rsv"
     out.touch()
     ok("quantize", model, "-o", out, "--seed", 4)
-    ok("quantize", model, "-o", out, "--seed", 3)
+    ok("quantize", model, "-o", out, "--seed", 3, "--embedding-bits", "keep")
     assert out.read_bytes() == quantized.read_bytes()
 
 

@@ -56,7 +56,7 @@ def model(*, order: int = 1, config: dict[str, Any] | None = None, **changes: np
 
 
 def quantized(path: Path, source: Source | None = None, **arguments: Any) -> rsv_format.File:
-    arguments = {"importance": "none"} | arguments
+    arguments = {"importance": "none", "embedding_bits": "keep"} | arguments  # tables: tests/test_budget.py
     report = quantize(source or model(), path, **arguments)
     assert report.path == str(path) and report.summary.nbytes == path.stat().st_size and report.seconds > 0
     assert rsv_format.verify(path) == []
@@ -155,7 +155,7 @@ def test_seeds(tmp_path: Path) -> None:
 def test_layers_without_a_file_are_those_of_the_file(tmp_path: Path) -> None:
     h = {name: np.arange(1.0, 25) for name in (Q, UP)}
     file = quantized(tmp_path / "a", importance=h, bits=3)
-    layers = list(quantize_layers(model(), importance=h, bits=3))
+    layers = list(quantize_layers(model(), importance=h, bits=3, embedding_bits="keep"))
     assert sorted(layer.name for layer in layers) == sorted(LINEAR)
     for data in layers:
         layer = file.layers[data.name]
@@ -183,7 +183,7 @@ def test_layers_without_a_file_are_those_of_the_file(tmp_path: Path) -> None:
 def test_include_and_exclude(tmp_path: Path, include: list[str], exclude: list[str], chosen: list[str] | None) -> None:
     if chosen is None:
         with pytest.raises(RsvError) as e:
-            quantize(model(), tmp_path / "a", include=include, exclude=exclude, importance="none")
+            quantized(tmp_path / "a", include=include, exclude=exclude)
         assert e.value.code == "bad_argument" and os.listdir(tmp_path) == []
         return
     file = quantized(tmp_path / "a", include=include, exclude=exclude)
@@ -362,7 +362,11 @@ def test_one_dense_stack_is_in_memory_at_a_time(importance: str) -> None:
         return replace(stack, float32=float32)
 
     source.tensors |= {f"{name}.weight": watched(source.tensors[f"{name}.weight"]) for name in STACKS}
-    assert sum(layer.stack == 12 for layer in quantize_layers(source, importance=importance)) == len(made) == 3
+    assert (
+        sum(layer.stack == 12 for layer in quantize_layers(source, importance=importance, embedding_bits="keep"))
+        == len(made)
+        == 3
+    )
 
 
 def test_a_budget_for_stacks(tmp_path: Path) -> None:

@@ -334,10 +334,10 @@ def generated(model: Any, count: int = 6) -> list[int]:
 
 
 @pytest.mark.parametrize("codebook", ["lloyd-max", "uniform"])
-@pytest.mark.parametrize("embedding_bits", [None, 6])
+@pytest.mark.parametrize("embedding_bits", ["keep", 6])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_and_loaded_logits_are_the_same(
-    family: str, embedding_bits: int | None, codebook: str, tmp_path: Path
+    family: str, embedding_bits: int | str, codebook: str, tmp_path: Path
 ) -> None:
     from mlx_lm.models.cache import make_prompt_cache
 
@@ -346,10 +346,10 @@ def test_saved_and_loaded_logits_are_the_same(
     rsv_mlx.quantize_model(model, bits=8, codebook=codebook, embedding_bits=embedding_bits)
     logits = model(tokens)
     assert float(mx.linalg.norm(logits - wanted) / mx.linalg.norm(wanted)) < 0.15
-    assert (model.model.embed_tokens.__class__ is nn.Embedding) == (embedding_bits is None)
+    assert (model.model.embed_tokens.__class__ is nn.Embedding) == (embedding_bits == "keep")
     assert not {path for path in modules_of(model, nn.Linear) if path.rpartition(".")[2] not in ("gate", "lm_head")}
     assert not modules_of(model, SwitchLinear)
-    assert ("lm_head" in modules_of(model, nn.Linear)) == (family == "qwen2" and embedding_bits is None)
+    assert ("lm_head" in modules_of(model, nn.Linear)) == (family == "qwen2" and embedding_bits == "keep")
     rsv_mlx.save(model, tmp_path / "m.rsv", config=config)
     assert rsv_format.verify(tmp_path / "m.rsv") == []
     loaded, report = rsv_mlx.load_model(tmp_path / "m.rsv", return_report=True)
@@ -436,7 +436,7 @@ def test_weights_are_released_one_layer_after_the_other() -> None:
             assert released == set(seen) - {name} and 0 <= done <= total
             seen += [name] if name and name not in seen else []
 
-        rsv_mlx.quantize_model(model, progress=progress)
+        rsv_mlx.quantize_model(model, embedding_bits="keep", progress=progress)
         assert set(seen) == alive.keys() and not any(ref() for ref in alive.values())
 
 
@@ -445,7 +445,7 @@ def test_layers_that_mlx_has_quantized_are_sources_and_may_stay(tmp_path: Path) 
         model, config = make(family)
         nn.quantize(model, group_size=32, bits=8)
         wanted = model(mx.array(TOKENS))
-        rsv_mlx.quantize_model(model, bits=8, exclude=["*.o_proj"], importance=None)
+        rsv_mlx.quantize_model(model, bits=8, exclude=["*.o_proj"], importance=None, embedding_bits="keep")
         stay = modules_of(model, (nn.QuantizedLinear, nn.QuantizedEmbedding)).keys()
         assert "model.embed_tokens" in stay and "model.layers.1.self_attn.o_proj" in stay
         logits = model(mx.array(TOKENS))

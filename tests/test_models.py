@@ -58,7 +58,7 @@ def test_minilm_error(minilm: Path, tmp_path: Path, bits: int) -> None:
 
 def test_smollm2(smollm2: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.rsv"
-    report = rsv_format.quantize(smollm2, path)
+    report = rsv_format.quantize(smollm2, path, embedding_bits="keep")
     assert report.layers == report.weighted_layers == 210
     assert report.summary.weights == 30 * (2 * 576 * 576 + 2 * 192 * 576 + 3 * 1536 * 576)
     assert report.summary.bits_per_weight <= 4.25
