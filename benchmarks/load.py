@@ -37,6 +37,7 @@ QWEN = {
 }  # fmt: skip
 LINEAR, WHOLE, SMOLLM2 = "Qwen2.5-0.5B shape, 168 linear layers", "Qwen2.5-0.5B shape, whole", "SmolLM2-135M"
 PEER_BLOCKS = 1  # of 24: the peer takes minutes per block
+ROUNDS = 5
 OURS, AFFINE, FLOOR = "rsv_mlx.load_model", "mlx_lm.utils.load_model, affine 4 bits", "floor: mx.load of as many bytes"
 
 
@@ -81,8 +82,8 @@ def write_affine(dense: Path, folder: Path, embedding: bool) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 64, "bits": 4}}))
 
 
-def ours(path: str, repeat: int) -> dict[str, Any]:
-    """rsv_mlx.load_model, and a first token."""
+def ours(path: str, repeat: int, token: int = 0) -> dict[str, Any]:
+    """rsv_mlx.load_model, and a first token if asked for."""
     import jsonschema_rs  # noqa: F401
     import mlx.core as mx
     import mlx_lm.utils  # noqa: F401
@@ -97,12 +98,13 @@ def ours(path: str, repeat: int) -> dict[str, Any]:
         times.append(time.perf_counter() - started)
         parts.append(report.seconds["read"])
         loaded = peak_nbytes() - before
-    mx.eval(model(mx.array([[5]])))
+    if token:
+        mx.eval(model(mx.array([[5]])))
     return {"times": times, "bytes": parts, "peak": loaded, "first_token": peak_nbytes() - before}
 
 
-def mlx_lm_load(path: str, repeat: int) -> dict[str, Any]:
-    """mlx_lm.utils.load_model, and a first token."""
+def mlx_lm_load(path: str, repeat: int, token: int = 0) -> dict[str, Any]:
+    """mlx_lm.utils.load_model, and a first token if asked for."""
     import mlx.core as mx
     from mlx_lm.utils import load_model
 
@@ -113,7 +115,8 @@ def mlx_lm_load(path: str, repeat: int) -> dict[str, Any]:
         model, _ = load_model(Path(path))
         times.append(time.perf_counter() - started)
         loaded = peak_nbytes() - before
-    mx.eval(model(mx.array([[5]])))
+    if token:
+        mx.eval(model(mx.array([[5]])))
     return {"times": times, "peak": loaded, "first_token": peak_nbytes() - before}
 
 
@@ -205,26 +208,30 @@ def child(what: str, path: Path, *rest: str) -> dict[str, Any]:
     return in_fresh_process("benchmarks.load", "--child", what, str(path), *rest)
 
 
-def loads(what: str, path: Path) -> dict[str, Any]:
-    """First load, cold and warm, and the median of later ones."""
-    file = path / "model.safetensors" if path.is_dir() else path
-    cold = [child(what, path, "1") for _ in range(3) if drop_from_page_cache(file)]
-    warm = [child(what, path, "1") for _ in range(5)]
-    later = child(what, path, "6")
-
-    def median(key: str, runs: list[dict[str, Any]]) -> float | None:
-        return statistics.median(run[key][0] for run in runs) if runs and key in runs[0] else None
-
-    return {
-        "nbytes": file.stat().st_size,
-        "cold": median("times", cold),
-        "cold_bytes": median("bytes", cold),
-        "warm": median("times", warm),
-        "warm_bytes": median("bytes", warm),
-        "later": statistics.median(later["times"][1:]),
-        "peak": statistics.median(run["peak"] for run in warm),
-        "first_token": statistics.median(run["first_token"] for run in warm) if "first_token" in warm[0] else None,
-    }
+def loads(contestants: dict[str, tuple[str, Path]]) -> dict[str, dict[str, Any]]:
+    """First loads, cold and warm, in rounds, so that a machine that slows down slows all; then the median of later
+    ones, and the memory after a token."""
+    files = {name: path / "model.safetensors" if path.is_dir() else path for name, (_, path) in contestants.items()}
+    runs: dict[str, dict[str, list[dict[str, Any]]]] = {name: {"cold": [], "warm": []} for name in contestants}
+    for _ in range(ROUNDS):
+        for name, (what, path) in contestants.items():
+            if drop_from_page_cache(files[name]):
+                runs[name]["cold"].append(child(what, path, "1"))
+            runs[name]["warm"].append(child(what, path, "1"))
+    results = {}
+    for name, (what, path) in contestants.items():
+        later = child(what, path, "6")
+        results[name] = {
+            "nbytes": files[name].stat().st_size,
+            "later": statistics.median(later["times"][1:]),
+            "peak": statistics.median(run["peak"] for run in runs[name]["warm"]),
+            "first_token": None if what == "floor" else child(what, path, "1", "1")["first_token"],
+        }
+        for state, found in runs[name].items():
+            for key, suffix in (("times", ""), ("bytes", "_bytes")):
+                if found and key in found[0]:
+                    results[name][state + suffix] = statistics.median(run[key][0] for run in found)
+    return results
 
 
 def report(title: str, results: dict[str, dict[str, Any]]) -> None:
@@ -335,9 +342,8 @@ def main() -> None:
             write_affine(dense, affine, embedding=title != LINEAR)
             bare = folder / f"{dense.name}-floor.safetensors"
             mx.save_safetensors(str(bare), {"a": mx.array(np.zeros(files["lloyd-max"].stat().st_size // 4, np.uint32))})
-            output["loads"][title] = {
-                f"{OURS}, {codebook}": loads("ours", path) for codebook, path in files.items()
-            } | {AFFINE: loads("mlx_lm", affine), FLOOR: loads("floor", bare)}
+            mine = {f"{OURS}, {codebook}": ("ours", path) for codebook, path in files.items()}
+            output["loads"][title] = loads({**mine, AFFINE: ("mlx_lm", affine), FLOOR: ("floor", bare)})
             if not arguments.no_run and title != WHOLE:
                 output["tokens"][title] = {
                     "dense float32": child("running", dense, "mlx_lm"),

@@ -20,7 +20,7 @@ import rsv_format
 from rsv_format import RsvError
 
 _PIECE = 2**20  # bytes that a thread reads at a time
-_THREADS = min(4, os.cpu_count() or 1)
+_THREADS = 4  # also on fewer cores: most of them wait for the disk, if the file is cold
 
 
 class WordReader:
