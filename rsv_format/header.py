@@ -7,19 +7,23 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from rsv_format.errors import RsvError
-from rsv_format.limits import MAX_INTEGER, MAX_JSON_DEPTH, MAX_JSON_VALUES
+from rsv_format.limits import FREE_JSON_VALUES, JSON_VALUE_NBYTES, MAX_INTEGER, MAX_JSON_DEPTH
 
 SCHEMA_NAME = "rsv-header-1.0.schema.json"
 FEATURES: frozenset[str] = frozenset()  # the feature ids of "requires" that this reader knows
 NO_DIGEST = "0" * 64  # stands in for a digest until the blob is written: the header's length is known before
 
 _ODD_NUMBER = re.compile(rb"-|[0-9]{16}")  # without these, an integer needs no closer look
+_LONE_SURROGATE = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])")
+_PIECE = re.compile(rb"(?s).{1,65536}\\*[^\\]?")  # never ends between a backslash and what it escapes
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
+_STEPS = bytes.maketrans(b"[{]}", b"\1\1\xff\xff")  # of the depth, as int8
 _MAX_DIGITS = len(str(-MAX_INTEGER))
 
 
@@ -147,36 +151,55 @@ def parse_json(data: bytes) -> Any:
         text = str(data, "utf-8")
     except UnicodeDecodeError as e:
         raise RsvError("invalid_utf8", f"header byte {e.start}", e.reason) from None
-    bare = _outside_strings(data)
-    _check_limits(bare)
+    bare = _scan(data)
+    odd, members = _ODD_NUMBER.search(bare) is not None, bare.count(b":")
+    del bare
     parse = _Parser()
     try:
         tree = json.loads(
             text,
             parse_float=parse.number,
-            parse_int=parse.number if _ODD_NUMBER.search(bare) else None,
+            parse_int=parse.number if odd else None,
             parse_constant=parse.constant,
-            object_pairs_hook=parse.object,
+            object_hook=parse.object,
         )
     except json.JSONDecodeError as e:
         raise RsvError("invalid_json", f"header character {e.pos}", e.msg) from None
     if parse.bad_number is not None:
         raise RsvError("json_number", "header", f"{parse.bad_number[:40]} is not an integer within +-(2^53 - 1)")
-    if parse.duplicate is not None:
-        raise RsvError("json_duplicate_key", "header", f"{parse.duplicate[:80]!r} occurs twice in one object")
-    if "\\u" in text:
-        try:
-            json.dumps(tree, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise RsvError("json_lone_surrogate", "header", "an escape is half of a surrogate pair") from None
+    if parse.members < members:
+        del tree
+        raise RsvError("json_duplicate_key", "header", f"{_duplicate(text)[:80]!r} occurs twice in one object")
+    if b"\\u" in data and _LONE_SURROGATE.search(data.replace(rb"\\", b"__")):
+        raise RsvError("json_lone_surrogate", "header", "an escape is half of a surrogate pair")
     return tree
 
 
-def _outside_strings(data: bytes) -> bytes:
-    """What is left of JSON text without its strings, well-formed or not (SPEC section 3), in a few times its size."""
-    text = np.frombuffer(data, np.uint8)
+def _scan(data: bytes) -> bytearray:
+    """The lexical scan of SPEC section 3: limits on what is outside strings, which is returned."""
+    rest = bytearray()
+    depth = values = inside = 0
+    limit = FREE_JSON_VALUES + len(data) // JSON_VALUE_NBYTES
+    for piece in _PIECE.finditer(data):
+        bare, inside = _outside_strings(piece.group(), inside)
+        rest += bare
+        structure = bare.translate(None, _NOT_STRUCTURE)
+        levels = np.cumsum(np.frombuffer(structure.translate(_STEPS, b","), np.int8), dtype=np.int32)
+        if depth + levels.max(initial=0) > MAX_JSON_DEPTH:
+            raise RsvError("json_limit", "header", f"nested deeper than {MAX_JSON_DEPTH}")
+        depth += int(levels[-1]) if levels.size else 0
+        values += len(structure.translate(None, b"]}"))
+        if values > limit:
+            raise RsvError("json_limit", "header", f"more than {limit} values in {len(data)} bytes")
+    return rest
+
+
+def _outside_strings(piece: bytes, inside: int) -> tuple[bytes, int]:
+    """A piece of JSON text, well-formed or not, without its strings; whether one is open before it, and after."""
+    text = np.frombuffer(piece, np.uint8)
     toggles = (text == ord('"')).view(np.uint8)
-    if b"\\" in data:
+    toggles[0] ^= inside
+    if b"\\" in piece:
         edges = np.flatnonzero(np.diff(text == ord("\\"), prepend=False, append=False))
         behind = edges[1::2][(edges[1::2] - edges[0::2]) % 2 == 1]  # what follows an odd run of backslashes
         behind = behind[behind < text.size]
@@ -185,21 +208,8 @@ def _outside_strings(data: bytes) -> bytes:
         toggles[behind] = 0
         before = np.bitwise_xor.accumulate(toggles)[behind]
         toggles[behind] = np.concatenate([[np.uint8(1)], before[:-1]]) ^ before
-    inside = np.bitwise_xor.accumulate(toggles)
-    return bytes(text[inside == 0])
-
-
-def _check_limits(bare: bytes) -> None:
-    """The lexical scan of SPEC section 3: nesting and number of values, outside strings."""
-    structure = bare.translate(None, _NOT_STRUCTURE)
-    brackets = structure.translate(None, b",")
-    opening = np.frombuffer(brackets.translate(bytes.maketrans(b"[{]}", b"\1\1\xff\xff")), np.int8)
-    depth = int(np.cumsum(opening, dtype=np.int32).max(initial=0))
-    if depth > MAX_JSON_DEPTH:
-        raise RsvError("json_limit", "header", f"nested {depth} deep, the limit is {MAX_JSON_DEPTH}")
-    values = len(structure.translate(None, b"]}"))
-    if values > MAX_JSON_VALUES:
-        raise RsvError("json_limit", "header", f"{values} values, the limit is {MAX_JSON_VALUES}")
+    within = np.bitwise_xor.accumulate(toggles)
+    return bytes(text[within == 0]), int(within[-1])
 
 
 class _Parser:
@@ -207,7 +217,7 @@ class _Parser:
 
     def __init__(self) -> None:
         self.bad_number: str | None = None
-        self.duplicate: str | None = None
+        self.members = 0  # fewer than colons if a name occurs twice
 
     def number(self, token: str) -> int:
         if len(token) <= _MAX_DIGITS and token.lstrip("-").isdigit() and token != "-0":
@@ -220,12 +230,21 @@ class _Parser:
     def constant(self, token: str) -> None:
         raise json.JSONDecodeError(f"{token} is not JSON", token, 0)
 
-    def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs) and self.duplicate is None:
-            seen: set[str] = set()
-            self.duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        return result
+    def object(self, tree: dict[str, Any]) -> dict[str, Any]:
+        self.members += len(tree)
+        return tree
+
+
+def _duplicate(text: str) -> str:
+    """A name that an object of JSON text has twice."""
+    found: list[str] = []
+
+    def look(pairs: list[tuple[str, Any]]) -> None:
+        names = sorted(name for name, _ in pairs)
+        found.extend(name for name, following in pairwise(names) if name == following)
+
+    json.loads(text, object_pairs_hook=look)
+    return found[0]
 
 
 def _check_features(tree: Any) -> None:
@@ -252,7 +271,7 @@ def _validator() -> Any:
     import jsonschema_rs  # 30 ms; 20 times faster than jsonschema on a large header (benchmarks/open.py)
 
     schema = json.loads(resources.files("rsv_format").joinpath(SCHEMA_NAME).read_text("utf-8"))
-    return jsonschema_rs.validator_for(schema)
+    return jsonschema_rs.validator_for(schema, mask="the value")  # which may be as long as the header
 
 
 def _from_tree(tree: dict[str, Any]) -> Header:

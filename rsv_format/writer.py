@@ -28,6 +28,7 @@ from rsv_format.header import (
     TransformEntry,
     build_header,
     parse_header,
+    parse_json,
 )
 from rsv_format.layout import build_prologue, layer_layout
 from rsv_format.limits import MAX_HEADER_NBYTES, PROLOGUE_NBYTES
@@ -248,6 +249,7 @@ class Writer:
         text = build_header(header)
         if len(text) > MAX_HEADER_NBYTES:
             raise RsvError("header_too_large", "header", f"{len(text)} bytes, the limit is {MAX_HEADER_NBYTES}")
+        parse_json(text)  # what it may hold depends on its length, which the positions in tables have changed
         self._header_nbytes = len(text)
         self._header = header
         blobs, self._file_nbytes = walk(header, len(text))

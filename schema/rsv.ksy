@@ -65,7 +65,7 @@ types:
         doc: Length of the file.
       - id: header_sha256
         size: 32
-        doc: SHA-256 of the header's bytes.
+        doc: SHA-256 of bytes 0 to 31 of the file, then the header (left to a reader).
   zero:
     seq:
       - id: value

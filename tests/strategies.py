@@ -224,7 +224,7 @@ def _scan(data: bytes) -> None:
         else:
             depth += (c in b"[{") - (c in b"]}")
             count += c in b",[{"
-        if depth > 32 or count > 4194304:
+        if depth > 32 or count > 4096 + len(data) // 16:
             raise Refused("json_limit")
 
 

@@ -43,6 +43,8 @@ from rsv_format.header import (
     LayerEntry,
     TensorEntry,
     TransformEntry,
+    build_header,
+    parse_header,
 )
 from rsv_format.rotation import haar, haar_witness
 from rsv_format.writer import transform_entry
@@ -321,6 +323,33 @@ def test_an_extension_that_nests_too_deeply(tmp_path: Path) -> None:
     assert refused(tmp_path / "a", {"extensions": {"x": value}}).code == "content_invalid"
     while value:  # or its destruction would recurse
         value = value[0]
+
+
+def zeros(header: Header) -> int:
+    """How many zeros the extension `x`, an array of one, may get by RSV-203."""
+    text = build_header(header)
+    count, nbytes = sum(text.count(c) for c in b",[{"), len(text)
+    return max(z for z in range(9999) if count + z <= 4096 + (nbytes + 2 * z) // 16)
+
+
+def test_an_extension_of_too_many_values(tmp_path: Path) -> None:
+    """What no reader would take is refused before anything is written."""
+    most = zeros(Header(extensions={"x": [0]}))
+    write(tmp_path / "b", extensions={"x": [0] * (1 + most)})
+    assert expected_code((tmp_path / "b").read_bytes()) is None
+    assert refused(tmp_path / "a", {"extensions": {"x": [0] * (2 + most)}}).code == "json_limit"
+
+
+def test_the_limit_is_that_of_the_header_as_written(tmp_path: Path) -> None:
+    """In canonical order positions have fewer digits: the header is shorter, and may hold less."""
+    layers = [LayerEntry(f"{i:03}", 1, 1, 1, 10, None, None) for i in range(100)]
+    layers += [LayerEntry(f"b{i}", 1, 1, 1, i, None, None) for i in range(10)]
+    header = Header((CodebookEntry(1),) * 11, (), tuple(layers), extensions={"x": [0]})
+    header = replace(header, extensions={"x": [0] * (1 + zeros(header))})
+    parse_header(build_header(header))
+    with pytest.raises(RsvError) as e:
+        Writer(tmp_path / "a", header)
+    assert e.value.code == "json_limit"
 
 
 HEADER = Header(

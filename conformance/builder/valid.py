@@ -615,13 +615,18 @@ def limits(cases: Cases) -> None:
     full = text + b" " * (2**26 - len(text))
     add(cases, "header-64-mib", doc, ["RSV-105"], "a header of exactly 64 MiB, most of it white space", text=full,
         large=True, flags=["edge", "non-canonical"], dequantize=False)  # fmt: skip
-    doc = Doc()
-    doc.header["extensions"] = {"x": [0]}
-    text = doc.text()
-    used = sum(text.count(c) for c in (b",", b"[", b"{"))
-    doc.header["extensions"] = {"x": [0] * (2**22 - used + 1)}
-    add(cases, "json-values-limit", doc, ["RSV-203"], "4194304 commas and brackets", large=True, period=2,
-        flags=["edge"], decode=False, dequantize=False)  # fmt: skip
+    for id, nbytes in (("small", 12288), ("large", 81920)):
+        doc = with_values(nbytes, 4096 + nbytes // 16)
+        add(cases, f"json-values-most-{id}", doc, ["RSV-203"],
+            f"{4096 + nbytes // 16} commas and brackets in {nbytes} bytes", large=True, period=2,
+            flags=["edge"], dequantize=False)  # fmt: skip
+    doc = with_values(12288, 4096 + 12288 // 16, "\U0001f600")
+    add(cases, "json-values-most-wide", doc, ["RSV-203"], "the same in characters of four bytes each", large=True,
+        period=4, flags=["edge", "parser-trap"], dequantize=False)  # fmt: skip
+    doc = with_values(12000, 4096 + 12288 // 16)
+    add(cases, "json-values-most-padded", doc, ["RSV-203", "RSV-209"], "the same, legal only by the spaces at the end",
+        text=doc.text().ljust(12288), large=True, period=2, flags=["edge", "non-canonical"],
+        dequantize=False)  # fmt: skip
     doc = Doc()
     doc.codebook(1, f32_bytes([-1.0, 1.0]))
     data = b"\1\0\0\0" * 65535
@@ -647,6 +652,18 @@ def limits(cases: Cases) -> None:
     add(cases, "hartley-16777216", doc, ["RSV-302", "RSV-705"],
         "the largest Hartley factor: 2^50 bytes if a reader built it", large=True, flags=["edge", "bomb"],
         decode=False, dequantize=False)  # fmt: skip
+
+
+def with_values(nbytes: int, count: int, unit: str = "a") -> Doc:
+    """A header of this length and with so many of the bytes of RSV-203, by an extension that ends in a long string."""
+    doc = spec_example()
+    doc.header["extensions"] = {"x": [""]}
+    text = doc.text()
+    zeros = count - sum(text.count(c) for c in (b",", b"[", b"{"))
+    times, rest = divmod(nbytes - len(text) - 2 * zeros, len(unit.encode()))
+    doc.header["extensions"] = {"x": [0] * zeros + [unit * times + "a" * rest]}
+    assert len(doc.text()) == nbytes
+    return doc
 
 
 def _wide(n: int) -> bytes:

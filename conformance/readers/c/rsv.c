@@ -19,7 +19,8 @@
 #define PROLOGUE_NBYTES 64u
 #define MAX_HEADER_NBYTES 67108864u
 #define MAX_JSON_DEPTH 32
-#define MAX_JSON_VALUES 4194304
+#define FREE_JSON_VALUES 4096
+#define JSON_VALUE_NBYTES 16
 #define MAX_INTEGER 9007199254740991u
 #define MAX_IN_FEATURES 16777216u
 #define MAX_OUT_FEATURES 2147483647u
@@ -327,7 +328,7 @@ static bool valid_utf8(const uint8_t *p, const uint8_t *end)
 
 static bool within_limits(const uint8_t *p, const uint8_t *end)
 {
-    int64_t depth = 0, count = 0;
+    int64_t depth = 0, count = 0, limit = FREE_JSON_VALUES + (end - p) / JSON_VALUE_NBYTES;
     bool in_string = false, escaped = false;
     for (; p < end; p++) {
         uint8_t c = *p;
@@ -347,7 +348,7 @@ static bool within_limits(const uint8_t *p, const uint8_t *end)
         } else if (c == ',') {
             count++;
         }
-        if (depth > MAX_JSON_DEPTH || count > MAX_JSON_VALUES)
+        if (depth > MAX_JSON_DEPTH || count > limit)
             return false;
     }
     return true;

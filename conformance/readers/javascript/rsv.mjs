@@ -14,7 +14,8 @@ export const PAGE = 16384;
 export const PROLOGUE_NBYTES = 64;
 export const MAX_HEADER_NBYTES = 67108864;
 export const MAX_JSON_DEPTH = 32;
-export const MAX_JSON_VALUES = 4194304;
+export const FREE_JSON_VALUES = 4096;
+export const JSON_VALUE_NBYTES = 16;
 export const MAX_INTEGER = 9007199254740991;
 export const MAX_IN_FEATURES = 16777216;
 export const MAX_OUT_FEATURES = 2147483647;
@@ -620,7 +621,9 @@ class Parser {
  * Parses a header by RSV-201 to RSV-207. Objects become JsonObject. With `strict: false`, other numbers
  * (OtherNumber), duplicate names and lone surrogates are let through; the limits are the ones given.
  */
-export function parseJson(bytes, { strict = true, maxDepth = MAX_JSON_DEPTH, maxValues = MAX_JSON_VALUES } = {}) {
+export function parseJson(bytes, options = {}) {
+  const maximum = FREE_JSON_VALUES + Math.floor(bytes.length / JSON_VALUE_NBYTES);
+  const { strict = true, maxDepth = MAX_JSON_DEPTH, maxValues = maximum } = options;
   checkUtf8(bytes);
   scan(bytes, maxDepth, maxValues);
   const parser = new Parser(bytes);

@@ -51,8 +51,7 @@ assert.deepEqual(rsv.open(shifted).verify().layer("mlp.up").weight(), layer.weig
 for (let i = 0; i < tiny.length; i++) {
   const bad = tiny.slice();
   bad[i] ^= 1 << i % 8;
-  const got = code(bad);
-  assert.ok(i === 10 || i === 11 ? got === null : got !== null, `byte ${i}: ${got}`);
+  assert.ok(code(bad), `byte ${i}`);
 }
 for (const n of [0, 1, 63, 64, 877, 16383]) assert.ok(code(tiny.subarray(0, n)));
 
@@ -179,7 +178,8 @@ for (const [text, want] of [
   ['"\\udc00\\ud800"', "json_lone_surrogate"], ['"\\ud800x\\udc00"', "json_lone_surrogate"], ['"\\ud800\\udc00"', null],
   ['["\\ud800",1.5]', "json_number"], ['["\\ud800",1.5', "invalid_json"], ['[{"a":1,"a":1},1.5]', "json_number"],
   ["[".repeat(32) + "]".repeat(32), null], ["[".repeat(33), "json_limit"], ["]".repeat(9) + "[".repeat(41), "invalid_json"],
-  ["]".repeat(9) + "[".repeat(42), "json_limit"], ["[" + "0,".repeat(4194303) + "0]", null], ["[" + "0,".repeat(4194304) + "0]", "json_limit"],
+  ["]".repeat(9) + "[".repeat(42), "json_limit"], ["[" + "0,".repeat(4680) + "0]", null], ["[" + "0,".repeat(4681) + "0]", "json_limit"],
+  ["[" + "0,".repeat(4681) + "0]" + " ".repeat(10), "json_limit"], ["[" + "0,".repeat(4681) + "0]" + " ".repeat(11), null],
   [[0x22, 0xc0, 0x80, 0x22], "invalid_utf8"], [[0x22, 0xed, 0xa0, 0x80, 0x22], "invalid_utf8"], [[0x22, 0xf4, 0x90, 0x80, 0x80, 0x22], "invalid_utf8"],
   [[0x22, 0xe0, 0x9f, 0x80, 0x22], "invalid_utf8"], [[0x22, 0xf0, 0x8f, 0x80, 0x80, 0x22], "invalid_utf8"], [[0x22, 0xff, 0x22], "invalid_utf8"],
   [[0x22, 0xe2, 0x82], "invalid_utf8"], [[0x22, 0xe2, 0x82, 0x22], "invalid_utf8"], [[0x22, 0x80, 0x22], "invalid_utf8"],
