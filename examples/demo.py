@@ -66,13 +66,16 @@ def fresh(source: str, ids: str) -> dict[str, Any]:
     from mlx.utils import tree_unflatten
     from mlx_lm.utils import _get_classes
 
-    from rsv_mlx import QuantizedLinear
+    from rsv_mlx import QuantizedEmbedding, QuantizedLinear
 
     with rsv_format.open_source(source) as opened:
         assert opened.config is not None
         model_class, arguments = _get_classes(opened.config)
         model = model_class(arguments.from_dict(opened.config))
-        layers = {data.name: QuantizedLinear.from_data(data) for data in rsv_format.quantize_layers(opened)}
+        layers = {}
+        for data in rsv_format.quantize_layers(opened):
+            kind = QuantizedEmbedding if data.name == "model.embed_tokens" else QuantizedLinear
+            layers[data.name] = kind.from_data(data)
         kept = {
             name: mx.array(tensor.read()).astype(mx.float32)  # float16, as the file keeps them
             for name, tensor in opened.tensors.items()

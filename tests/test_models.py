@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import rsv_format
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # relative RMS error over the 37 trained matrices of all-MiniLM-L6-v2, SPEC.md section 14
 MINILM_ERROR = {4: 0.0972, 3: 0.1853, 2: 0.342}
@@ -72,3 +76,11 @@ def test_smollm2(smollm2: Path, tmp_path: Path) -> None:
         ids = {layer.name.rpartition(".")[2]: layer.transform_id for layer in block}
         assert ids["q_proj"] == ids["k_proj"] == ids["v_proj"] and ids["gate_proj"] == ids["up_proj"]
         assert len(set(ids.values())) == 4
+
+
+def test_the_demo_runs(smollm2: Path, tmp_path: Path) -> None:
+    """Quantize, verify, load in a new process, generate; it fails unless the logits are those of a fresh model."""
+    pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "-o", str(tmp_path / "model.rsv")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "byte-identical" in done.stdout, done.stderr
