@@ -27,9 +27,10 @@ bench: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.quantize
 	.venv-bench/bin/python -m benchmarks.quality
 	.venv-bench/bin/python -m benchmarks.load
+	.venv-bench/bin/python -m benchmarks.share
 
 fuzz: .venv-test/ready
-	.venv-test/bin/python -m pip install --quiet --disable-pip-version-check atheris
+	.venv-test/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
 	$(MAKE) -C conformance/readers/c all sanitize fuzz
 	.venv-test/bin/python -m fuzz.corpus build/fuzz/seeds
 	mkdir -p build/fuzz/c build/fuzz/python
