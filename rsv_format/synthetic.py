@@ -38,8 +38,9 @@ def synthetic_importance(
     Returns
     -------
     dict
-        Layer name -> mean squared activation of each input channel, float64 (in_features,). None where the
-        family is not known or the tensors are not those of it: `importance.norm_gains` is then the next best.
+        Layer name -> mean squared activation of each input channel, float64 (in_features,); an embedding table
+        that is the head, too, has what it sees as that. None where the family is not known or the tensors are
+        not those of it: `importance.norm_gains` is then the next best.
     """
     found: dict[str, NDArray[np.float64]] = {}
 
@@ -53,7 +54,8 @@ def synthetic_importance(
     try:
         decoder = Decoder(source.config or {}, fetch, observe)
         with np.errstate(over="raise", invalid="raise", divide="raise"):
-            decoder.run(_random_embedded(source, seed), progress)
+            last = decoder.run(_random_embedded(source, seed), progress)
+            observe("lm_head" if "lm_head.weight" in source.tensors else "model.embed_tokens", last)
     except (LookupError, TypeError, ValueError, ArithmeticError) as e:
         if isinstance(e, RsvError):
             raise

@@ -76,11 +76,22 @@ def test_every_linear_layer_is_seen(family: str) -> None:
     opened = source(family, weights(family))
     found = synthetic_importance(opened)
     assert found is not None
-    assert found.keys() == {name[: -len(".weight")] for name in opened.tensors if opened.is_linear(name)}
+    linear = {name[: -len(".weight")] for name in opened.tensors if opened.is_linear(name)}
+    assert found.keys() == linear | {"model.embed_tokens"}
     for name, h in found.items():
         assert h.shape == opened.tensors[f"{name}.weight"].shape[-1:]
         assert np.isfinite(h).all() and (h >= 0).all() and h.any()
     assert np.array_equal(found["model.layers.0.self_attn.q_proj"], found["model.layers.0.self_attn.v_proj"])
+
+
+def test_a_head_of_its_own_is_seen_in_the_table_s_place() -> None:
+    tensors = weights("llama")
+    tied = synthetic_importance(source("llama", tensors))
+    untied = synthetic_importance(
+        source("llama", tensors | {"lm_head.weight": np.ones_like(tensors["model.embed_tokens.weight"])})
+    )
+    assert tied is not None and untied is not None and "model.embed_tokens" not in untied
+    assert np.array_equal(untied["lm_head"], tied["model.embed_tokens"])
 
 
 def test_it_is_the_mean_square() -> None:
