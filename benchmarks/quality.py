@@ -1,17 +1,22 @@
 """What quantization costs: perplexity of SmolLM2-135M-Instruct over bits per weight.
 
-Ours against MLX's affine quantization on the same float32 weights and the same numpy forward pass. Perplexity is
-taken on one text, importance measured on another (benchmarks/texts). Bits per weight count everything that a
-linear layer needs: for MLX's, 16-bit scales and biases; for ours, all of the file but tensors and attachments.
+Ours against MLX's affine quantization and mlx-lm's GPTQ and AWQ, from the same float32 weights, through the same
+numpy forward pass. Perplexity is taken on one text, calibration is done on another (benchmarks/texts). Bits per
+weight count all that linear layers need: for MLX's, 16-bit scales and biases; for ours, all of the file but tensors
+and attachments.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,42 +26,75 @@ from numpy.typing import NDArray
 import rsv_format
 from benchmarks.common import machine, smollm2, table
 from rsv_format.decoder import Decoder
+from rsv_format.dtypes import NUMPY_DTYPE
 
 Weights = Mapping[str, NDArray[np.float32]]
 
 TEXTS = Path(__file__).parent / "texts"
 WINDOW = 512  # tokens of context
 CALIBRATION = 2048  # tokens
+PEER_CALIBRATION = 512  # tokens: with more, mlx-lm's AWQ takes a quarter of an hour on two cores
+EMBEDDING = "model.embed_tokens.weight"
+AFFINE = ((2, 64), (3, 64), (3, 32), (4, 64), (4, 32), (5, 64), (6, 64))  # bits and group size
 BITS = (2, 3, 4, 5, 6)
-IMPORTANCES = ("none", "gains", "auto", "measured")
+CODEBOOKS = ("lloyd-max", "uniform")
+IMPORTANCES = ("none", "auto", "measured")
+EMBEDDING_BITS = (8, 6, 5, 4)
+MARGIN = 0.5  # bits per weight that MLX's affine quantization may have more, in the aim
+
+PEER, SHADES = "tab:orange", ("#a6cbe3", "#4292c6", "#08306b")  # colours of MLX's, and of ours by importance
+SINGLE = {"linestyle": "none", "markerfacecolor": "white", "markersize": 8}
+CLIP = 4.0  # of the source's perplexity, in the plot
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to quantize, and what it costs; 0 where there is no such number, `failure` says why."""
+
+    method: str
+    bits: int = 0
+    detail: str = ""
+    embedding_bits: int | None = None  # None: kept in float16
+    bits_per_weight: float = 0.0
+    megabytes: float = 0.0
+    perplexity: float = 0.0
+    failure: str = ""
+
+    @property
+    def label(self) -> str:
+        """What the table calls it."""
+        return f"{self.method} {self.bits} bits, {self.detail}" if self.bits else self.method
 
 
 class Model:
-    """SmolLM2 in float32, and the texts as its tokens."""
+    """SmolLM2, read and dequantized once, and the texts as its tokens."""
 
     def __init__(self, tokens: int) -> None:
         import tokenizers
 
-        self.source = rsv_format.open_source(smollm2())
-        assert self.source.config is not None
-        self.config = self.source.config
-        self.weights = {name: tensor.float32() for name, tensor in self.source.tensors.items()}
-        tokenizer = tokenizers.Tokenizer.from_str(self.source.attachments["tokenizer.json"][1].decode())
+        source = rsv_format.open_source(smollm2())
+        source.tensors = {
+            name: replace(tensor, read=cache(tensor.read), float32=cache(tensor.float32))
+            for name, tensor in source.tensors.items()
+        }
+        assert source.config is not None
+        self.source, self.config = source, source.config
+        self.weights = {name: tensor.float32() for name, tensor in source.tensors.items()}
+        self.layers = [name for name in self.weights if source.is_linear(name)]
+        tokenizer = tokenizers.Tokenizer.from_str(source.attachments["tokenizer.json"][1].decode())
         self.text = tokenizer.encode((TEXTS / "alice.txt").read_text()).ids[: tokens + 1]
         self.calibration = tokenizer.encode((TEXTS / "workshop.txt").read_text()).ids[:CALIBRATION]
-        self.layers = [name for name in self.weights if self.source.is_linear(name)]
 
     def perplexity(self, weights: Weights) -> float:
         """exp of the mean loss per token, windows of WINDOW tokens."""
         decoder = Decoder(self.config, weights.get)
-        head = weights["model.embed_tokens.weight"].T
         loss, count = 0.0, 0
         for start in range(0, len(self.text) - 1, WINDOW):
             ids = np.array(self.text[start : start + WINDOW + 1])
-            logits = decoder.run(weights["model.embed_tokens.weight"][ids[:-1]]) @ head
+            logits = decoder.run(weights[EMBEDDING][ids[:-1]]) @ weights[EMBEDDING].T
             logits -= logits.max(axis=-1, keepdims=True)
-            log_sum = np.log(np.exp(logits).sum(axis=-1, dtype=np.float64))
-            loss += float((log_sum - logits[np.arange(ids.size - 1), ids[1:]]).sum())
+            right = logits[np.arange(ids.size - 1), ids[1:]]
+            loss += float((np.log(np.exp(logits, out=logits).sum(axis=-1, dtype=np.float64)) - right).sum())
             count += ids.size - 1
         return float(np.exp(loss / count))
 
@@ -69,108 +107,278 @@ class Model:
 
         decoder = Decoder(self.config, self.weights.get, observe)
         for start in range(0, len(self.calibration), WINDOW):
-            decoder.run(self.weights["model.embed_tokens.weight"][self.calibration[start : start + WINDOW]])
+            last = decoder.run(self.weights[EMBEDDING][self.calibration[start : start + WINDOW]])
+            observe(EMBEDDING.removesuffix(".weight"), last)  # the head is tied to it
         return {name: total / len(self.calibration) for name, total in sums.items()}
 
+    def sized(self, row: Row, widths: Mapping[str, float]) -> Row:
+        """Fill in sizes: the bits per weight of the tensors that are quantized; the others are kept."""
+        weights = sum(self.weights[name].size for name in widths)
+        quantized = sum(self.weights[name].size * width for name, width in widths.items()) / 8
+        kept = [
+            tensor.float32().size * NUMPY_DTYPE[tensor.dtype].itemsize
+            for name, tensor in self.source.tensors.items()
+            if name not in widths
+        ]
+        megabytes = (quantized + sum(kept)) / 1e6
+        return replace(row, bits_per_weight=8 * quantized / weights if weights else 0.0, megabytes=megabytes)
 
-def affine(model: Model, bits: int, group: int) -> tuple[Weights, float]:
-    """mx.quantize and back."""
+
+def affine(model: Model, bits: int, group: int, embedding_bits: int | None = None) -> tuple[Row, Weights]:
+    """mx.quantize and back; the embedding with the same group size."""
     import mlx.core as mx
 
+    widths = dict.fromkeys(model.layers, bits)
+    if embedding_bits is not None:
+        widths[EMBEDDING] = embedding_bits
     weights = dict(model.weights)
-    for name in model.layers:
-        packed = mx.quantize(mx.array(weights[name]), group, bits)
-        weights[name] = np.array(mx.dequantize(*packed, group, bits))
-    return weights, bits + 32 / group
+    for name, width in widths.items():
+        packed = mx.quantize(mx.array(weights[name]), group, width)
+        weights[name] = np.array(mx.dequantize(*packed, group, width))
+    row = Row("MLX affine", bits, f"group {group}", embedding_bits)
+    return model.sized(row, {name: width + 32 / group for name, width in widths.items()}), weights
 
 
-def ours(model: Model, **options: Any) -> tuple[Weights, float]:
+def calibrated(model: Model, method: str, bits: int = 4, group: int = 64) -> tuple[Row, Weights | None]:
+    """mlx-lm's GPTQ or AWQ and back; the embedding, which they quantize too, is put back."""
+    detail = f"group {group}, {PEER_CALIBRATION} tokens"
+    row = model.sized(Row(f"mlx-lm {method}", bits, detail), dict.fromkeys(model.layers, bits + 32 / group))
+    try:
+        import mlx.core as mx
+        from mlx.nn.layers.normalization import RMSNorm
+        from mlx.nn.layers.quantized import QuantizedLinear
+        from mlx_lm.models import llama
+        from mlx_lm.quant.awq import AWQ_MODEL_CONFIGS, awq_quantize
+        from mlx_lm.quant.gptq import gptq_quantize
+
+        peer = llama.Model(llama.ModelArgs.from_dict(model.config))
+        peer.load_weights([(name, mx.array(values)) for name, values in model.weights.items()])
+        tokens = mx.array(model.calibration[:PEER_CALIBRATION]).reshape(-1, WINDOW)
+        with contextlib.redirect_stdout(sys.stderr):
+            if method == "GPTQ":
+                gptq_quantize(peer, tokens, bits, group, fallback_bits=8, fallback_group_size=group)
+            else:
+                awq_quantize(peer, tokens, AWQ_MODEL_CONFIGS["llama"], group, bits, embed_bits=8)
+    except Exception as error:  # the table says why
+        return replace(row, failure=f"{type(error).__name__}: {error}"), None
+    weights = dict(model.weights)
+    for name, module in peer.named_modules():
+        if isinstance(module, QuantizedLinear):
+            dense = mx.dequantize(module.weight, module.scales, module.biases, module.group_size, module.bits)
+            weights[f"{name}.weight"] = np.array(dense)
+        elif isinstance(module, RMSNorm):
+            weights[f"{name}.weight"] = np.array(module.weight)
+    return row, weights
+
+
+def ours(model: Model, row: Row, importance: Any) -> tuple[Row, Weights]:
     """Through a file and back."""
     weights = dict(model.weights)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.rsv")
-        report = rsv_format.quantize(model.source, path, **options)
+        report = rsv_format.quantize(
+            model.source,
+            path,
+            bits=row.bits,
+            codebook=row.method.removeprefix("rsv "),
+            importance=importance,
+            embedding_bits=row.embedding_bits or "keep",
+        )
         with rsv_format.open(path) as file:
             weights.update({f"{name}.weight": layer.dequantize() for name, layer in file.layers.items()})
-    return weights, report.summary.bits_per_weight
+    size = report.summary
+    megabytes = (size.nbytes - size.by_kind["attachments"]) / 1e6
+    return replace(row, bits_per_weight=size.bits_per_weight, megabytes=megabytes), weights
 
 
-def variants(model: Model, quick: bool) -> Iterator[tuple[str, tuple[Weights, float]]]:
-    """Everything that is measured, in the order of the table."""
-    yield "source (5.0 and 8.5 bits in the GGUF file), float32", (model.weights, 32.0)
-    for bits, group in ((4, 64), (4, 32), (3, 64), (3, 32)):
+def variants(model: Model, quick: bool) -> Iterator[tuple[Row, Weights | None]]:
+    """Everything that is measured, in the order of the tables."""
+    yield model.sized(Row("source"), {}), model.weights
+    for bits, group in AFFINE:
         if not quick or bits == 4:
-            yield f"MLX affine {bits} bits, group {group}", affine(model, bits, group)
+            yield affine(model, bits, group)
+    if not quick:
+        yield calibrated(model, "AWQ")
+        yield calibrated(model, "GPTQ")
     measured = model.measured_importance()
-    for bits in (4,) if quick else BITS:
-        for codebook in ("lloyd-max", "uniform"):
-            for importance in IMPORTANCES:
-                chosen = measured if importance == "measured" else importance
-                label = f"rsv {codebook} {bits} bits, importance {importance}"
-                yield label, ours(model, bits=bits, codebook=codebook, importance=chosen)
+    rows = [
+        Row(f"rsv {codebook}", bits, f"importance {importance}")
+        for bits in ((4,) if quick else BITS)
+        for codebook in CODEBOOKS
+        for importance in (("none", "gains", *IMPORTANCES[1:]) if (bits, codebook) == (4, "lloyd-max") else IMPORTANCES)
+    ]
+    if not quick:
+        yield affine(model, 4, 64, embedding_bits=4)
+        rows += [
+            Row("rsv lloyd-max", 4, f"importance {importance}", bits)
+            for importance in ("auto", "measured")
+            for bits in EMBEDDING_BITS
+        ]
+    for row in rows:
+        importance = row.detail.removeprefix("importance ")
+        yield ours(model, row, measured if importance == "measured" else importance)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """The curve, for people who would rather look."""
+def measure(tokens: int, quick: bool) -> dict[str, Any]:
+    """All rows, and how they came about; progress goes to stderr."""
+    started = time.perf_counter()
+    model = Model(tokens)
+    rows = []
+    for row, weights in variants(model, quick):
+        if weights is not None:
+            row = replace(row, perplexity=model.perplexity(weights))
+        rows.append(row)
+        embedding = "" if row.embedding_bits is None else f", embedding {row.embedding_bits} bits"
+        print(
+            f"{row.perplexity:9.2f}  {row.bits_per_weight:6.3f}  {row.megabytes:5.1f} MB  "
+            f"{row.label}{embedding} {row.failure}",
+            file=sys.stderr,
+        )
+    return {
+        "machine": machine(),
+        "seconds": time.perf_counter() - started,
+        "tokens": len(model.text) - 1,
+        "calibration_tokens": len(model.calibration),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def find(rows: Sequence[Row], method: str, detail: str = "", bits: int = 0) -> list[Row]:
+    """Measured rows with the embedding kept, by rate; all details and bits where none are given."""
+    found = (row for row in rows if row.method == method and row.perplexity and row.embedding_bits is None)
+    chosen = (row for row in found if row.detail.startswith(detail) and bits in (0, row.bits))
+    return sorted(chosen, key=lambda row: row.bits_per_weight)
+
+
+def render(result: Mapping[str, Any]) -> None:
+    """Print the tables in Markdown."""
+    rows = [Row(**row) for row in result["rows"]]
+    print(f"{result['machine']}; {result['seconds'] / 60:.0f} minutes")
+    render_rates(f"{result['tokens']} tokens, calibrated on {result['calibration_tokens']} of another text", rows)
+    render_aim(rows)
+    if any(row.embedding_bits for row in rows):
+        render_files(rows)
+
+
+def render_rates(texts: str, rows: Sequence[Row]) -> None:
+    """Perplexity over bits per weight, the embedding kept."""
+    reference = find(rows, "MLX affine", "group 64", 4)[0]
+    table(
+        f"Perplexity on {texts}",
+        ("what", "bits per weight", "perplexity", f"over {reference.label}"),
+        [
+            (
+                row.label,
+                f"{row.bits_per_weight:.3f}" if row.bits else "",
+                row.failure or f"{row.perplexity:.2f}",
+                "" if row.failure else f"{row.perplexity / reference.perplexity:.3f}",
+            )
+            for row in rows
+            if row.embedding_bits is None
+        ],
+    )
+
+
+def render_aim(rows: Sequence[Row]) -> None:
+    """Hold our rows against MLX's affine ones that may have MARGIN bits per weight more."""
+    lines, missed = [], []
+    for row in find(rows, "rsv lloyd-max", "importance measured"):
+        candidates = [find(rows, f"rsv {codebook}", row.detail, row.bits)[0] for codebook in CODEBOOKS]
+        peers = [peer for peer in find(rows, "MLX affine") if peer.bits_per_weight <= row.bits_per_weight + MARGIN]
+        better, best = (min(some, key=lambda row: row.perplexity) for some in (candidates, peers))
+        below = [candidate.perplexity < best.perplexity for candidate in (row, better)]
+        missed += [] if all(below) else [f"{row.bits} bits"]
+        lines.append(
+            (
+                row.bits,
+                f"{row.perplexity:.2f}",
+                f"{better.perplexity:.2f} ({better.method.removeprefix('rsv ')})",
+                f"{best.perplexity:.2f} ({best.bits} bits, {best.detail})",
+                *("yes" if yes else "no" for yes in below),
+            )
+        )
+    table(
+        f"Aim: ours, importance measured, below the best of MLX's affine with up to {MARGIN:g} bits more",
+        ("bits", "lloyd-max", "better codebook", "best MLX affine", "lloyd-max below", "better codebook below"),
+        lines,
+    )
+    print(f"\nThe aim is {'missed at ' + ', '.join(missed) if missed else 'met at every rate'}.")
+
+
+def render_files(rows: Sequence[Row]) -> None:
+    """Whole files of 4 bits, the embedding kept and quantized."""
+    kept = find(rows, "MLX affine", "group 64", 4)
+    kept += [row for name in ("auto", "measured") for row in find(rows, "rsv lloyd-max", f"importance {name}", 4)]
+    table(
+        "Whole files, less config and tokenizer",
+        ("what", "embedding", "MB", "perplexity"),
+        [
+            (
+                row.label,
+                f"{row.embedding_bits} bits" if row.embedding_bits else "float16",
+                f"{row.megabytes:.1f}",
+                f"{row.perplexity:.2f}",
+            )
+            for first in kept
+            for row in (first, *(row for row in rows if row.embedding_bits and row.label == first.label))
+        ],
+    )
+
+
+def plot(result: Mapping[str, Any], path: Path) -> None:
+    """The curves, one panel a codebook; perplexities beyond CLIP times the source's are cut off."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-    figure, axes = plt.subplots(figsize=(8, 5))
-    series = {"MLX affine": "MLX affine"} | {
-        f"rsv {codebook}, importance {importance}": f"rsv {codebook} ."
-        for codebook in ("lloyd-max", "uniform")
-        for importance in ("none", "auto", "measured")
-    }
-    for label in series:
-        words = label.split(", importance ")
-        points = sorted(
-            (row["bits_per_weight"], row["perplexity"])
-            for row in rows
-            if row["what"].startswith(words[0]) and row["what"].endswith(words[-1] if len(words) > 1 else "")
-        )
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=label)
-    axes.axhline(rows[0]["perplexity"], color="black", linestyle=":", label="source")
-    axes.set(xlabel="bits per weight", ylabel="perplexity", yscale="log", title="SmolLM2-135M-Instruct")
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    rows = [Row(**row) for row in result["rows"]]
+    source = rows[0].perplexity
+    series: list[tuple[str, str, str, dict[str, Any]]] = [
+        ("MLX affine", "group 64", "MLX affine, group 64", {"color": PEER, "marker": "s"}),
+        ("MLX affine", "group 32", "MLX affine, group 32", {"color": PEER, "marker": "s", **SINGLE}),
+        ("mlx-lm GPTQ", "", "mlx-lm GPTQ, group 64", {"color": PEER, "marker": "^", **SINGLE}),
+        ("mlx-lm AWQ", "", "mlx-lm AWQ, group 64", {"color": PEER, "marker": "v", **SINGLE}),
+    ]
+    figure, panels = plt.subplots(1, len(CODEBOOKS), figsize=(9, 4.4), sharey=True, layout="constrained")
+    for axes, codebook in zip(panels, CODEBOOKS, strict=True):
+        own = [
+            (f"rsv {codebook}", f"importance {name}", f"RSV, importance {name}", {"color": shade, "marker": "o"})
+            for name, shade in zip(IMPORTANCES, SHADES, strict=True)
+        ]
+        for method, detail, label, style in (*series, *own):
+            points = [(row.bits_per_weight, row.perplexity) for row in find(rows, method, detail)]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label, **style)
+        axes.axhline(source, color="black", linestyle=":", label="source")
+        axes.set(xlabel="bits per weight", title=f"{codebook} codebook", xlim=(2.8, 6.7), yscale="log")
+        axes.set_ylim(source * 0.96, source * CLIP)
+        axes.grid(alpha=0.25, which="both")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_yticks([25, 30, 40, 50, 60, 80])
+    panels[0].set_ylabel("perplexity")
+    panels[1].legend(fontsize=8, framealpha=1)
+    figure.suptitle(f"SmolLM2-135M-Instruct, {result['tokens']} tokens of Alice's Adventures in Wonderland")
+    figure.savefig(path, dpi=110, pil_kwargs={"optimize": True})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.add_argument("--quick", action="store_true", help="4 bits only")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--from", dest="saved", type=Path, help="show what an earlier run with --json has printed")
+    parser.add_argument("--quick", action="store_true", help="4 bits only, no GPTQ and AWQ, no whole files")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of text (default %(default)s)")
-    parser.add_argument("--plot", type=Path, help="draw the curve into this PNG file (needs matplotlib)")
+    parser.add_argument("--plot", type=Path, help="draw the curves into this PNG file (needs matplotlib)")
     arguments = parser.parse_args()
-    model = Model(arguments.tokens)
-    rows = []
-    for label, (weights, bits_per_weight) in variants(model, arguments.quick):
-        row = {"what": label, "bits_per_weight": bits_per_weight, "perplexity": model.perplexity(weights)}
-        rows.append(row)
-        print(f"{row['perplexity']:8.2f}  {bits_per_weight:6.3f}  {label}", file=sys.stderr)
-    if arguments.plot:
-        plot(rows, arguments.plot)
+    result = json.loads(arguments.saved.read_text()) if arguments.saved else measure(arguments.tokens, arguments.quick)
     if arguments.json:
-        print(json.dumps({"tokens": len(model.text) - 1, "rows": rows}))
-        return
-    print(machine())
-    reference = next(row["perplexity"] for row in rows if row["what"] == "MLX affine 4 bits, group 64")
-    table(
-        f"Perplexity on {len(model.text) - 1} tokens",
-        ("what", "bits per weight", "perplexity", "over MLX affine 4 bits, group 64"),
-        [
-            (
-                row["what"],
-                f"{row['bits_per_weight']:.3f}",
-                f"{row['perplexity']:.2f}",
-                f"{row['perplexity'] / reference:.3f}",
-            )
-            for row in rows
-        ],
-    )
+        print(json.dumps(result))
+    else:
+        render(result)
+    if arguments.plot:
+        plot(result, arguments.plot)
 
 
 if __name__ == "__main__":

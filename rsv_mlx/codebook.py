@@ -155,7 +155,7 @@ class Codebook:
         for k in range(1, together):
             added = columns[..., k : k + 1] * self._centroids
             tables = (added[..., :, None] + tables[..., None, :]).reshape(*columns.shape[:-1], -1)
-        chunk = _chunk(x.shape[-1] // together)
+        chunk = _chunk(columns.shape[1])  # of what one look-up finds
         products: list[list[mx.array]] = [[] for _ in range(columns.shape[0])]
         for start in range(0, indices.shape[0], chunk):
             packed = _after(indices[start : start + chunk], [product[-1] for product in products if product])
