@@ -37,7 +37,7 @@ QWEN = {
 }  # fmt: skip
 LINEAR, WHOLE, SMOLLM2 = "Qwen2.5-0.5B shape, 168 linear layers", "Qwen2.5-0.5B shape, whole", "SmolLM2-135M"
 PEER_BLOCKS = 1  # of 24: the peer takes minutes per block
-ROUNDS = 5
+ROUNDS = 3
 OURS, AFFINE, FLOOR = "rsv_mlx.load_model", "mlx_lm.utils.load_model, affine 4 bits", "floor: mx.load of as many bytes"
 
 

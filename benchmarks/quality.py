@@ -33,7 +33,7 @@ Weights = Mapping[str, NDArray[np.float32]]
 TEXTS = Path(__file__).parent / "texts"
 WINDOW = 512  # tokens of context
 CALIBRATION = 2048  # tokens
-PEER_CALIBRATION = 512  # tokens: with more, mlx-lm's AWQ takes a quarter of an hour on two cores
+PEER_CALIBRATION = 512  # tokens: even so, AWQ takes about half an hour with the BLAS of MLX's Linux wheel
 EMBEDDING = "model.embed_tokens.weight"
 AFFINE = ((2, 64), (3, 64), (3, 32), (4, 64), (4, 32), (5, 64), (6, 64))  # bits and group size
 BITS = (2, 3, 4, 5, 6)
@@ -361,7 +361,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     panels[0].set_ylabel("perplexity")
     panels[1].legend(fontsize=8, framealpha=1)
     figure.suptitle(f"SmolLM2-135M-Instruct, {result['tokens']} tokens of Alice's Adventures in Wonderland")
-    figure.savefig(path, dpi=110, pil_kwargs={"optimize": True})
+    figure.savefig(path, dpi=100, pil_kwargs={"optimize": True})
 
 
 def main() -> None:
