@@ -10,6 +10,7 @@ Evenly spaced centroids run on mx.quantized_matmul. For others there are two way
 
 from __future__ import annotations
 
+import contextlib
 import math
 from weakref import WeakValueDictionary
 
@@ -75,13 +76,13 @@ class Codebook:
                 x, indices, scales, biases, transpose=True, group_size=padded // scales.shape[1], bits=self.bits
             )
         if x.size // padded <= _FEW_ROWS:
-            return self._by_sums(x, indices)
+            return _begun(self._by_sums(x, indices))
         chunk = _chunk(padded)
         products: list[mx.array] = []
         for start in range(0, rows, chunk):
             packed = _after(indices[start : start + chunk], products[-1:])
             products.append(x @ self.dequantize(packed).T)
-        return _joined(products)
+        return _begun(_joined(products))
 
     def gather_matmul(self, x: mx.array, indices: mx.array, chosen: mx.array, sorted_indices: bool = False) -> mx.array:
         """x @ centroids[indices[chosen]].T without the dense matrices.
@@ -199,6 +200,15 @@ def _chunk(width: int, cpu_chunk: int = _CPU_CHUNK) -> int:
 def _after(indices: mx.array, done: list[mx.array]) -> mx.array:
     """The same indices, once something else is done: or what is made of all chunks would be in memory at once."""
     return mx.depends([indices], done)[0] if done else indices
+
+
+def _begun(y: mx.array) -> mx.array:
+    """The same array, on a CPU already being evaluated: thousands of operations of a model, noted before the first
+    is done, would take more memory than what they work on, and the time that noting them takes."""
+    if mx.default_device() == mx.cpu:
+        with contextlib.suppress(ValueError):  # within mx.compile and mx.vmap there is nothing to evaluate yet
+            mx.async_eval(y)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _joined(parts: list[mx.array]) -> mx.array:
