@@ -7,7 +7,7 @@ help:
 	@echo "make demo   quantize, verify, load and run a real language model"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff and mypy"
-	@echo "make bench  run the benchmarks (some minutes to an hour)"
+	@echo "make bench  run the benchmarks (an hour or two)"
 	@echo "make fuzz   fuzz the three readers, some minutes (needs clang and node)"
 	@echo "make clean  remove what the other commands made"
 
