@@ -50,7 +50,7 @@ from rsv_format.writer import (
 )
 
 _DEFAULT_BITS = 4
-EMBEDDING_BITS = 5  # costs little where 4 cost much (benchmarks/quality.py), and half of 8
+EMBEDDING_BITS = 5  # of tables: they cost little where 4 cost much (benchmarks/quality.py)
 _IMPORTANCES = ("auto", "gains", "none")
 _TABLES = frozenset({"embed_tokens", "wte", "lm_head"})  # one row a token
 

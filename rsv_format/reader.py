@@ -96,7 +96,7 @@ class Descriptor:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.close = weakref.finalize(self, os.close, number)
+        weakref.finalize(self, os.close, number)
 
 
 class _Lazy(Mapping[str, _T], Generic[_T]):
