@@ -93,22 +93,22 @@ def test_ten_faults_are_planted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "detail"),
+    ("body", "seconds", "detail"),
     [
-        ("sys.exit(3)", "exit code 3"),
-        ("print('no JSON')", "not JSON"),
-        ("os.kill(os.getpid(), 9)", "exit code -9"),
-        ("time.sleep(60)", "no answer"),
-        ("while time.process_time() < 2: pass", "processor time|no answer"),
-        ("b = b'x' * (600 * 2**20); print('{}')", "MiB of memory"),
-        ("print('[]')", "not an object"),
+        ("sys.exit(3)", 60, "exit code 3"),
+        ("print('no JSON')", 60, "not JSON"),
+        ("os.kill(os.getpid(), 9)", 60, "exit code -9"),
+        ("time.sleep(60)", 1, "no answer"),
+        ("while time.process_time() < 2: pass", 1, "processor time|no answer"),
+        ("b = b'x' * (600 * 2**20); print('{}')", 60, "MiB of memory"),
+        ("print('[]')", 60, "not an object"),
     ],
 )
-def test_a_crash_is_a_failure(tmp_path: Path, body: str, detail: str) -> None:
+def test_a_crash_is_a_failure(tmp_path: Path, body: str, seconds: int, detail: str) -> None:
     adapter = tmp_path / "adapter.py"
     adapter.write_text(f"import os, sys, time\nif sys.argv[1] != 'batch':\n    {body}\n")
     done = script(
-        "run.py", "--adapter", f"{sys.executable} {adapter}", "--seconds", "1", "--only", "valid/empty:verify"
+        "run.py", "--adapter", f"{sys.executable} {adapter}", "--seconds", f"{seconds}", "--only", "valid/empty:verify"
     )
     assert done.returncode == 1
     assert re.search(detail, done.stdout)
