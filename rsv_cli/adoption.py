@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 _PAGES = 64
-_PAGE = 16384
 _SECONDS = 60  # a GPU may have to wake up
 
 
@@ -56,12 +55,14 @@ def attempt() -> dict[str, Any]:
     try:
         import numpy as np
 
+        from rsv_format import PAGE
+
         mx: Any = importlib.import_module("mlx.core")
     except ImportError as e:
         return {"detail": f"MLX cannot be imported: {e}"}
     finding: dict[str, Any] = {"device": _device(mx), "attempts": {}}
     with tempfile.TemporaryFile() as file:
-        file.write(np.arange(_PAGES * _PAGE // 4, dtype=np.uint32).tobytes())
+        file.write(np.arange(_PAGES * PAGE // 4, dtype=np.uint32).tobytes())
         file.flush()
         mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint32)
         ways: dict[str, Callable[[], Any]] = {

@@ -12,21 +12,24 @@ Modules, bottom up:
 - summary: where the bytes went
 """
 
-from rsv_format.convert import EMBEDDING_BITS, QuantizeReport, quantize, quantize_layers, save
+from rsv_format.convert import EMBEDDING_BITS, QuantizeReport, quantize, quantize_layers, save, table_bits
 from rsv_format.errors import CODES, RsvError
 from rsv_format.importance import share_groups
+from rsv_format.limits import PAGE
 from rsv_format.packing import pack, unpack
 from rsv_format.quantize import group_transform, quantize_matrix
 from rsv_format.reader import Attachment, File, Layer, Tensor, open
 from rsv_format.rotation import Transform
 from rsv_format.sources import Source, SourceTensor, open_source
 from rsv_format.summary import Summary, summarize
+from rsv_format.synthetic import random_tokens
 from rsv_format.verify import verify
 from rsv_format.writer import AttachmentData, LayerData, TensorData, Writer, write
 
 __all__ = [
     "CODES",
     "EMBEDDING_BITS",
+    "PAGE",
     "Attachment",
     "AttachmentData",
     "File",
@@ -48,9 +51,11 @@ __all__ = [
     "quantize",
     "quantize_layers",
     "quantize_matrix",
+    "random_tokens",
     "save",
     "share_groups",
     "summarize",
+    "table_bits",
     "unpack",
     "verify",
     "write",

@@ -58,6 +58,23 @@ Importance = str | os.PathLike[str] | Mapping[str, Floats]
 Progress = Callable[[int, int, str], None]
 
 
+def table_bits(embedding_bits: int | str | None, bits: int) -> int | None:
+    """Bits of an embedding table or a head, where other layers have `bits`; None if it is to stay as it is.
+
+    Raises
+    ------
+    RsvError
+        bad_argument: not an integer, "keep" or None.
+    """
+    if embedding_bits is None:
+        return max(EMBEDDING_BITS, bits)
+    if embedding_bits == "keep":
+        return None
+    if isinstance(embedding_bits, int):
+        return embedding_bits
+    raise RsvError("bad_argument", "embedding_bits", f"{embedding_bits!r} is neither 1 to 8 nor 'keep'")
+
+
 @dataclass(frozen=True)
 class QuantizeReport:
     """What `quantize` did: where the bytes went, how long it took, and how the importance was found."""
@@ -310,11 +327,10 @@ class _Job:
         return metadata
 
     def _check_bits(self) -> None:
-        make_codebook(self.codebook, _DEFAULT_BITS if self.bits is None else self.bits)
-        if isinstance(self.embedding_bits, int):
-            make_codebook(self.codebook, self.embedding_bits)
-        elif self.embedding_bits not in (None, "keep"):
-            raise RsvError("bad_argument", "embedding_bits", f"{self.embedding_bits!r} is neither 1 to 8 nor 'keep'")
+        bits = _DEFAULT_BITS if self.bits is None else self.bits
+        for one in (bits, table_bits(self.embedding_bits, bits)):
+            if one is not None:
+                make_codebook(self.codebook, one)
         if self.bits_per_weight is not None:
             if self.bits is not None:
                 raise RsvError("bad_argument", "bits_per_weight", "cannot be had with a number of bits for all layers")
@@ -323,7 +339,8 @@ class _Job:
 
     def _table_bits(self) -> dict[str, int]:
         """Embedding tables and heads, if they are to be layers."""
-        if self.embedding_bits == "keep":
+        bits = table_bits(self.embedding_bits, self.bits or _DEFAULT_BITS)
+        if bits is None:
             return {}
         tables = [
             name.removesuffix(".weight")
@@ -331,11 +348,9 @@ class _Job:
             if name.split(".")[-1] == "weight" and name.split(".")[-2:][0] in _TABLES
             and tensor.dtype in FLOAT_DTYPES and len(tensor.shape) == 2
         ]  # fmt: skip
-        if isinstance(self.embedding_bits, int):
-            if not tables:
-                raise RsvError("bad_argument", "embedding_bits", "the source has no embedding table")
-            return dict.fromkeys(tables, self.embedding_bits)
-        return dict.fromkeys(tables, max(EMBEDDING_BITS, self.bits or _DEFAULT_BITS))
+        if self.embedding_bits is not None and not tables:
+            raise RsvError("bad_argument", "embedding_bits", "the source has no embedding table")
+        return dict.fromkeys(tables, bits)
 
     def _spent(self, bits_per_weight: float) -> dict[str, int]:
         """The bits of each layer that a budget buys; a pass over the source."""

@@ -192,6 +192,18 @@ class File:
         count = int(np.prod(shape, dtype=object))
         return np.frombuffer(self.buffer, NUMPY_DTYPE[dtype], count, offset if count else 0).reshape(shape)
 
+    def read_ahead(self, offset: int, nbytes: int) -> None:
+        """Have the system read bytes that will be wanted soon, if it can be asked and has not got the first of them.
+        A hint: nothing is said of bytes that are not there, or once the file is closed."""
+        descriptor = self._descriptor
+        if descriptor is None or not hasattr(os, "posix_fadvise"):
+            return
+        try:
+            os.preadv(descriptor.number, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except (OSError, AttributeError):  # not in memory, or it cannot tell
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(descriptor.number, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def read_into(self, offset: int, out: memoryview) -> None:
         """Copy bytes of the file to writable memory; several threads may.
 

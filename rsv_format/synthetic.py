@@ -17,7 +17,7 @@ from rsv_format.errors import RsvError
 from rsv_format.rotation import splitmix64
 from rsv_format.sources import Source
 
-TOKENS = 128  # 512 of them change the result little
+_TOKENS = 128  # 512 of them change the result little
 _FIRST_TOKEN = 3  # below lie the ids that most vocabularies keep for control tokens
 
 
@@ -63,9 +63,12 @@ def synthetic_importance(
     return found
 
 
+def random_tokens(vocabulary: int, seed: int = 0) -> NDArray[np.intp]:
+    """Ids of a vocabulary of so many tokens, the same ones for the same seed: (128,)."""
+    first = min(_FIRST_TOKEN, vocabulary - 1)
+    return (first + splitmix64(_TOKENS, seed) % np.uint64(vocabulary - first)).astype(np.intp)
+
+
 def _random_embedded(source: Source, seed: int) -> Rows:
     embedding = source.tensors["model.embed_tokens.weight"]
-    vocabulary = embedding.shape[0]
-    first = min(_FIRST_TOKEN, vocabulary - 1)
-    tokens = first + splitmix64(TOKENS, seed) % np.uint64(vocabulary - first)
-    return to_float32(embedding.read()[tokens.astype(np.intp)], embedding.dtype)
+    return to_float32(embedding.read()[random_tokens(embedding.shape[0], seed)], embedding.dtype)

@@ -20,10 +20,9 @@ import mlx.core as mx
 import numpy as np
 
 import rsv_format
-from rsv_format import RsvError
+from rsv_format import PAGE, RsvError
 from rsv_mlx.stream import WordReader
 
-_PAGE = 16384  # Apple silicon's; an RSV file's length is a multiple of it
 _MAX_ELEMENTS = 2**31 - 1  # of an axis of an MLX array
 _TOGETHER = 2**24  # bytes read at once: enough for several threads, and still what malloc keeps and reuses
 ZERO_COPY = ("auto", "require", "never")
@@ -126,7 +125,7 @@ def _probe() -> str | None:
     if not mx.metal.is_available():
         return "MLX has no Metal here"
     try:
-        page = np.frombuffer(memoryview(mmap.mmap(-1, 2 * _PAGE)).toreadonly(), np.uint32)
+        page = np.frombuffer(memoryview(mmap.mmap(-1, 2 * PAGE)).toreadonly(), np.uint32)
         adopted = mx.asarray(page, copy=False)
         mx.eval(adopted[:16].view(mx.float32))
     except Exception as e:  # whatever MLX, numpy or the system object to
@@ -142,7 +141,7 @@ class _Read:
 
     def __init__(self, file: rsv_format.File, report: LoadReport, together: int = _TOGETHER) -> None:
         self.file, self.report = file, report
-        self._reader = WordReader(file)
+        self._reader = WordReader(file, ahead=together > 0)
         self._runs = runs(file.layers.values(), together) | runs(file.tensors.values(), together)
         self._run: Run = (0, 0)  # the last one that was read
         self._words = mx.zeros(0)
@@ -174,7 +173,7 @@ class _Adopt:
 
     def __init__(self, file: rsv_format.File, report: LoadReport) -> None:
         self.file, self.report = file, report
-        self._read = _Read(file, report)
+        self._read = _Read(file, report, 0)
 
     def load(self, parts: list[Part]) -> Loaded:
         start, end = window(parts)
@@ -207,7 +206,7 @@ def window(parts: list[Part]) -> tuple[int, int]:
     """Offset and end of the whole pages around the parts."""
     offset, dtype, shape = parts[-1]
     nbytes = _nbytes(dtype, shape)
-    start, end = parts[0][0] // _PAGE * _PAGE, -(-(offset + nbytes) // _PAGE) * _PAGE
+    start, end = parts[0][0] // PAGE * PAGE, -(-(offset + nbytes) // PAGE) * PAGE
     return start, end
 
 

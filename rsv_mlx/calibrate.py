@@ -30,8 +30,6 @@ from rsv_mlx.packed import weight_shape
 from rsv_mlx.switch import QuantizedSwitchLinear, is_switch
 
 CHUNK = 512  # llama.cpp's: what lies further back moves the means little
-RANDOM_TOKENS = 128  # more change the result little
-_FIRST_TOKEN = 3  # below lie the ids that most vocabularies keep for control tokens
 _SOURCES = (".gguf", ".safetensors")  # single files of the kinds that open_source takes
 
 Counts = tuple[NDArray[np.float64], NDArray[np.float64]]
@@ -115,10 +113,8 @@ def random_importance(model: Module, seed: int = 0) -> dict[str, NDArray[np.floa
     shape = next((weight_shape(module) for module in tables), None)
     if shape is None:
         return {}
-    first = min(_FIRST_TOKEN, shape[0] - 1)
-    tokens = np.random.default_rng(seed).integers(first, shape[0], RANDOM_TOKENS)
     try:
-        counts = calibrate(model, tokens.tolist())
+        counts = calibrate(model, rsv_format.random_tokens(shape[0], seed).tolist())
     except Exception:  # a module may want anything but tokens
         return {}
     return {name: np.atleast_2d(sums).sum(axis=0) / seen.sum() for name, (sums, seen) in counts.items()}

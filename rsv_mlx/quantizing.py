@@ -114,11 +114,7 @@ class _Job:
     threads: int | None
 
     def __post_init__(self) -> None:
-        if isinstance(self.embedding_bits, str) and self.embedding_bits != "keep":
-            raise RsvError("bad_argument", "embedding_bits", f"{self.embedding_bits!r} is neither 1 to 8 nor 'keep'")
-        self.table_bits = None if isinstance(self.embedding_bits, str) else self.embedding_bits
-        if self.embedding_bits is None:
-            self.table_bits = max(self.bits, rsv_format.EMBEDDING_BITS)
+        self.table_bits = rsv_format.table_bits(self.embedding_bits, self.bits)
         for bits in (self.bits, self.table_bits):
             if bits is not None:  # refuses bad arguments before any work
                 rsv_format.quantize_matrix(

@@ -21,14 +21,19 @@ from rsv_format import RsvError
 
 _PIECE = 2**20  # bytes that a thread reads at a time
 _THREADS = 4  # also on fewer cores: most of them wait for the disk, if the file is cold
+_AHEAD = 2**30  # bytes that the system is asked for before they are read: the disk works while modules are built
+_AHEAD_STEP = 2**23
 
 
 class WordReader:
-    """Reads runs of a file as arrays; its threads end with it."""
+    """Reads runs of a file as arrays, roughly in order if it is to read ahead; its threads end with it."""
 
-    def __init__(self, file: rsv_format.File) -> None:
+    def __init__(self, file: rsv_format.File, ahead: bool = False) -> None:
         self._file = file
         self._pool = ThreadPoolExecutor(_THREADS)
+        self._hints = ThreadPoolExecutor(1) if ahead else None
+        self._asked = 0
+        self._reach(_AHEAD)
 
     def read(self, start: int, end: int) -> mx.array:
         """The bytes from one offset to another, a whole number of words: uint32 (n,).
@@ -38,12 +43,19 @@ class WordReader:
         RsvError
             io_error, closed.
         """
+        self._reach(end + _AHEAD)
         stream = _Stream(self._fill, start, end - start)
         words: mx.array = mx.load(stream, format="safetensors", stream=mx.cpu)["words"]  # type: ignore
         mx.eval(words)
         if stream.error is not None:
             raise stream.error
         return words
+
+    def _reach(self, end: int) -> None:
+        if self._hints is not None:
+            for offset in range(self._asked, min(end, self._file.nbytes), _AHEAD_STEP):
+                self._hints.submit(self._file.read_ahead, offset, _AHEAD_STEP)
+                self._asked = offset + _AHEAD_STEP
 
     def _fill(self, offset: int, out: memoryview) -> None:
         steps = range(0, out.nbytes, _PIECE)

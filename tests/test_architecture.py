@@ -14,10 +14,10 @@ import rsv_format
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {"rsv_format", "rsv_mlx", "rsv_cli", "conformance", "tests"}
 PUBLIC = {
-    "CODES", "EMBEDDING_BITS", "Attachment", "AttachmentData", "File", "Layer", "LayerData", "QuantizeReport",
-    "RsvError", "Source", "SourceTensor", "Summary", "Tensor", "TensorData", "Transform", "Writer",
-    "group_transform", "open", "open_source", "pack", "quantize", "quantize_layers", "quantize_matrix", "save",
-    "share_groups", "summarize", "unpack", "verify", "write",
+    "CODES", "EMBEDDING_BITS", "PAGE", "Attachment", "AttachmentData", "File", "Layer", "LayerData",
+    "QuantizeReport", "RsvError", "Source", "SourceTensor", "Summary", "Tensor", "TensorData", "Transform",
+    "Writer", "group_transform", "open", "open_source", "pack", "quantize", "quantize_layers", "quantize_matrix",
+    "random_tokens", "save", "share_groups", "summarize", "table_bits", "unpack", "verify", "write",
 }  # fmt: skip
 # conformance is independent of the implementation that it tests, but for what drives it
 DRIVERS = {"conformance/adapters/python.py", "conformance/adapters/faulty.py", "conformance/faulty.py"}

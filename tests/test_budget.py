@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rsv_format
-from rsv_format import EMBEDDING_BITS, RsvError, Source, quantize, quantize_layers, quantize_matrix
+from rsv_format import EMBEDDING_BITS, RsvError, Source, quantize, quantize_layers, quantize_matrix, table_bits
 from rsv_format.budget import LEVELS, Demand, spend, weighted_error
 from rsv_format.codebook import codebook, distortion
 from rsv_format.quantize import channel_scales, column_squares
@@ -279,6 +279,17 @@ def test_tables_have_their_own_bits(options: dict[str, int], wanted: int, tmp_pa
     bits = bits_of(tmp_path / "a")
     assert bits.pop("model.embed_tokens") == bits.pop("lm_head") == wanted
     assert set(bits.values()) == {options.get("bits", 4)}
+
+
+@pytest.mark.parametrize(("given", "bits", "wanted"), [(None, 4, 5), (None, 6, 6), ("keep", 4, None), (3, 8, 3)])
+def test_bits_of_tables(given: int | str | None, bits: int, wanted: int | None) -> None:
+    assert table_bits(given, bits) == wanted
+
+
+@pytest.mark.parametrize("given", ["5", "none", 4.5])
+def test_bits_of_tables_are_a_number_or_keep(given: object) -> None:
+    with pytest.raises(RsvError, match="bad_argument at embedding_bits"):
+        table_bits(given, 4)  # type: ignore[arg-type]
 
 
 def test_tables_are_kept_if_asked_for(tmp_path: Path) -> None:

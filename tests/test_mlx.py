@@ -7,6 +7,7 @@ import mmap
 import os
 import subprocess
 import sys
+import time
 import warnings
 import zlib
 from pathlib import Path
@@ -175,6 +176,17 @@ def test_parameters_are_frozen_and_gradients_pass() -> None:
         layer = rsv_mlx.QuantizedLinear.from_linear(nn.Linear(48, 6), bits=4, codebook=codebook)
         gradient = mx.grad(lambda x, layer=layer: layer(x)[0].sum())(mx.ones((1, 48)))
         close(gradient, np.array(layer.dequantize().sum(axis=0, keepdims=True)), 1e-4)
+
+
+@pytest.mark.parametrize("codebook", ["lloyd-max", "uniform"])
+def test_products_under_vmap_and_compiled_gradients(codebook: str) -> None:
+    layer = rsv_mlx.QuantizedLinear.from_linear(nn.Linear(48, 6), bits=4, codebook=codebook)
+    x = mx.random.normal((3, 2, 48))
+    if codebook == "lloyd-max":  # MLX has no vmap of quantized_matmul
+        close(mx.vmap(layer)(x), np.array(layer(x)), 1e-4)
+    gradient = mx.compile(mx.grad(lambda x: layer(x)[0].sum()))(x[0])
+    close(gradient[0], np.array(layer.dequantize().sum(axis=0)), 1e-4)
+    assert not gradient[1].any()
 
 
 def test_haar_factor_that_does_not_match_its_witness() -> None:
@@ -604,6 +616,21 @@ def test_what_is_read_is_what_the_file_holds(source: str, together: int, tmp_pat
                     assert np.array_equal(np.array(got), wanted)  # MLX has it as float32
                 else:
                     assert got.nbytes == wanted.nbytes and bytes(memoryview(got.view(mx.uint8))) == wanted.tobytes()
+
+
+def test_a_file_is_read_ahead_once_unless_it_is_loaded_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model(tmp_path / "m.rsv")
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(rsv_mlx.stream, "_AHEAD_STEP", 4096)
+    monkeypatch.setattr(rsv_format.File, "read_ahead", lambda _, *what: asked.append(what))
+    rsv_mlx.load_model(tmp_path / "m.rsv", lazy=True)
+    assert not asked
+    rsv_mlx.load_model(tmp_path / "m.rsv")
+    for _ in range(100):  # by a thread
+        if len(asked) * 4096 >= (tmp_path / "m.rsv").stat().st_size:
+            break
+        time.sleep(0.05)
+    assert asked == [(i, 4096) for i in range(0, (tmp_path / "m.rsv").stat().st_size, 4096)]
 
 
 def test_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:

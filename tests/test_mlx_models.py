@@ -13,6 +13,7 @@ import pytest
 
 import rsv_format
 from rsv_format import RsvError, TensorData, quantize_matrix
+from rsv_format.synthetic import synthetic_importance
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 nn = pytest.importorskip("mlx.nn")
@@ -401,6 +402,18 @@ def test_every_transform_is_saved_as_it_is(kind: str, tmp_path: Path) -> None:
     if kind != "none":
         assert attention.q_proj.transform is attention.k_proj.transform is attention.v_proj.transform
         assert attention.q_proj.shared_input is attention.v_proj.shared_input is not None
+
+
+def test_both_see_the_same_random_tokens(tmp_path: Path) -> None:
+    model, config = make("qwen2", mx.float32)
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with rsv_format.open_source(tmp_path) as source:
+        wanted = synthetic_importance(source)
+    found = random_importance(model)
+    assert wanted and set(modules_of(model, nn.Linear)) <= wanted.keys() & found.keys()
+    for name in wanted.keys() & found.keys():
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -783,3 +783,14 @@ def test_hostile_files_cost_little_memory(tmp_path: Path) -> None:
     *codes, grown = run.stdout.split()
     assert codes == ["schema_violation", "file_extent", "file_extent", "file_extent", "invalid_json"]
     assert int(grown) < 20 * len(text) + 32 * 2**20
+
+
+def test_reading_ahead_is_a_hint(tmp_path: Path) -> None:
+    path = tmp_path / "a.rsv"
+    path.write_bytes(FILE)
+    for opened in (rsv_format.open(path), rsv_format.open(FILE)):
+        for where in ((0, opened.nbytes), (opened.nbytes, 10), (2**40, 2**40), (0, 0)):
+            opened.read_ahead(*where)
+        assert bytes(opened.buffer) == FILE
+        opened.close()
+        opened.read_ahead(0, 10)

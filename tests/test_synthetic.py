@@ -7,7 +7,7 @@ import pytest
 
 from rsv_format.decoder import Decoder
 from rsv_format.sources.base import Source, dense_tensor
-from rsv_format.synthetic import TOKENS, synthetic_importance
+from rsv_format.synthetic import random_tokens, synthetic_importance
 
 CONFIG = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -98,7 +98,8 @@ def test_it_is_the_mean_square() -> None:
     tensors = weights("llama")
     opened = source("llama", tensors)
     seen = {}
-    tokens = 3 + np.arange(TOKENS) % 57
+    tokens = random_tokens(60)
+    assert tokens.shape == (128,) and 3 <= tokens.min() < tokens.max() < 60
     decoder = Decoder(opened.config or {}, tensors.get, lambda name, x: seen.setdefault(name, x))
     decoder.run(tensors["model.embed_tokens.weight"][tokens])
     x = tensors["model.embed_tokens.weight"][tokens].astype(np.float64)
