@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -37,7 +38,7 @@ QWEN = {
 }  # fmt: skip
 LINEAR, WHOLE, SMOLLM2 = "Qwen2.5-0.5B shape, 168 linear layers", "Qwen2.5-0.5B shape, whole", "SmolLM2-135M"
 PEER_BLOCKS = 1  # of 24: the peer takes minutes per block
-ROUNDS = 3
+ROUNDS = 7  # in another order each: memory that the one before gave back is not equally warm for all
 OURS, AFFINE, FLOOR = "rsv_mlx.load_model", "mlx_lm.utils.load_model, affine 4 bits", "floor: mx.load of as many bytes"
 
 
@@ -213,8 +214,10 @@ def loads(contestants: dict[str, tuple[str, Path]]) -> dict[str, dict[str, Any]]
     ones, and the memory after a token."""
     files = {name: path / "model.safetensors" if path.is_dir() else path for name, (_, path) in contestants.items()}
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {name: {"cold": [], "warm": []} for name in contestants}
+    names, order = list(contestants), random.Random(0)
     for _ in range(ROUNDS):
-        for name, (what, path) in contestants.items():
+        for name in order.sample(names, len(names)):
+            what, path = contestants[name]
             if drop_from_page_cache(files[name]):
                 runs[name]["cold"].append(child(what, path, "1"))
             runs[name]["warm"].append(child(what, path, "1"))
