@@ -1,6 +1,6 @@
 """What quantization costs: perplexity of SmolLM2-135M-Instruct over bits per weight.
 
-Ours against MLX's affine quantization and mlx-lm's GPTQ and AWQ, from the same float32 weights, through the same
+Ours against MLX's affine quantization and mlx-lm's AWQ, from the same float32 weights, through the same
 numpy forward pass. Perplexity is taken on one text, calibration is done on another (benchmarks/texts). Bits per
 weight count all that linear layers need: for MLX's, 16-bit scales and biases; for ours, all of the file but tensors
 and attachments.
@@ -33,7 +33,7 @@ Weights = Mapping[str, NDArray[np.float32]]
 TEXTS = Path(__file__).parent / "texts"
 WINDOW = 512  # tokens of context
 CALIBRATION = 2048  # tokens
-PEER_CALIBRATION = 512  # tokens: even so, AWQ takes about half an hour with the BLAS of MLX's Linux wheel
+AWQ_CALIBRATION = 512  # tokens: even so, it takes about half an hour with the BLAS of MLX's Linux wheel
 EMBEDDING = "model.embed_tokens.weight"
 AFFINE = ((2, 64), (3, 64), (3, 32), (4, 64), (4, 32), (5, 64), (6, 64))  # bits and group size
 BITS = (2, 3, 4, 5, 6)
@@ -139,26 +139,22 @@ def affine(model: Model, bits: int, group: int, embedding_bits: int | None = Non
     return model.sized(row, {name: width + 32 / group for name, width in widths.items()}), weights
 
 
-def calibrated(model: Model, method: str, bits: int = 4, group: int = 64) -> tuple[Row, Weights | None]:
-    """mlx-lm's GPTQ or AWQ and back; the embedding, which they quantize too, is put back."""
-    detail = f"group {group}, {PEER_CALIBRATION} tokens"
-    row = model.sized(Row(f"mlx-lm {method}", bits, detail), dict.fromkeys(model.layers, bits + 32 / group))
+def awq(model: Model, bits: int = 4, group: int = 64) -> tuple[Row, Weights | None]:
+    """mlx-lm's AWQ and back; the embedding, which it quantizes too, is put back."""
+    detail = f"group {group}, {AWQ_CALIBRATION} tokens"
+    row = model.sized(Row("mlx-lm AWQ", bits, detail), dict.fromkeys(model.layers, bits + 32 / group))
     try:
         import mlx.core as mx
         from mlx.nn.layers.normalization import RMSNorm
         from mlx.nn.layers.quantized import QuantizedLinear
         from mlx_lm.models import llama
         from mlx_lm.quant.awq import AWQ_MODEL_CONFIGS, awq_quantize
-        from mlx_lm.quant.gptq import gptq_quantize
 
         peer = llama.Model(llama.ModelArgs.from_dict(model.config))
         peer.load_weights([(name, mx.array(values)) for name, values in model.weights.items()])
-        tokens = mx.array(model.calibration[:PEER_CALIBRATION]).reshape(-1, WINDOW)
+        tokens = mx.array(model.calibration[:AWQ_CALIBRATION]).reshape(-1, WINDOW)
         with contextlib.redirect_stdout(sys.stderr):
-            if method == "GPTQ":
-                gptq_quantize(peer, tokens, bits, group, fallback_bits=8, fallback_group_size=group)
-            else:
-                awq_quantize(peer, tokens, AWQ_MODEL_CONFIGS["llama"], group, bits, embed_bits=8)
+            awq_quantize(peer, tokens, AWQ_MODEL_CONFIGS["llama"], group, bits, embed_bits=8)
     except Exception as error:  # the table says why
         return replace(row, failure=f"{type(error).__name__}: {error}"), None
     weights = dict(model.weights)
@@ -198,8 +194,7 @@ def variants(model: Model, quick: bool) -> Iterator[tuple[Row, Weights | None]]:
         if not quick or bits == 4:
             yield affine(model, bits, group)
     if not quick:
-        yield calibrated(model, "AWQ")
-        yield calibrated(model, "GPTQ")
+        yield awq(model)
     measured = model.measured_importance()
     rows = [
         Row(f"rsv {codebook}", bits, f"importance {importance}")
@@ -338,7 +333,6 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     series: list[tuple[str, str, str, dict[str, Any]]] = [
         ("MLX affine", "group 64", "MLX affine, group 64", {"color": PEER, "marker": "s"}),
         ("MLX affine", "group 32", "MLX affine, group 32", {"color": PEER, "marker": "s", **SINGLE}),
-        ("mlx-lm GPTQ", "", "mlx-lm GPTQ, group 64", {"color": PEER, "marker": "^", **SINGLE}),
         ("mlx-lm AWQ", "", "mlx-lm AWQ, group 64", {"color": PEER, "marker": "v", **SINGLE}),
     ]
     figure, panels = plt.subplots(1, len(CODEBOOKS), figsize=(9, 4.4), sharey=True, layout="constrained")
@@ -368,7 +362,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--from", dest="saved", type=Path, help="show what an earlier run with --json has printed")
-    parser.add_argument("--quick", action="store_true", help="4 bits only, no GPTQ and AWQ, no whole files")
+    parser.add_argument("--quick", action="store_true", help="4 bits only, no AWQ, no whole files")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of text (default %(default)s)")
     parser.add_argument("--plot", type=Path, help="draw the curves into this PNG file (needs matplotlib)")
     arguments = parser.parse_args()
