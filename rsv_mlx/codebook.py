@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NATIVE_BITS = (2, 3, 4, 5, 6, 8)  # of mx.quantized_matmul
-_GROUPS = (128, 64, 32)  # its group sizes; 32 divides every padded row
+_GROUP_SIZES = (128, 64, 32)  # its group sizes: 32 divides every padded row
 # bits of an index -> indices looked up together, as the widths of the tables' rows allow
 _WEIGHTS_TOGETHER = {1: 8, 2: 8, 3: 4, 4: 4, 5: 2, 6: 2, 7: 2, 8: 2}  # tables of at most 2 MiB, read at random
 _SUMS_TOGETHER = {1: 8, 2: 4, 3: 2, 4: 2, 5: 2, 6: 1, 7: 1, 8: 1}  # made anew for each activation
@@ -71,18 +71,15 @@ class Codebook:
         rows, words = indices.shape
         x, padded = self._padded(x, words)
         if self.native:
-            scales, biases = self._scales_and_biases(rows, words)
-            return mx.quantized_matmul(
-                x, indices, scales, biases, transpose=True, group_size=padded // scales.shape[1], bits=self.bits
-            )
+            return self._native_matmul(x, indices)
         if x.size // padded <= _FEW_ROWS:
-            return _begun(self._by_sums(x, indices))
+            return self._by_sums(x, indices)
         chunk = _chunk(padded)
         products: list[mx.array] = []
         for start in range(0, rows, chunk):
-            packed = _after(indices[start : start + chunk], products[-1:])
-            products.append(x @ self.dequantize(packed).T)
-        return _begun(_joined(products))
+            packed = _after(indices[start : start + chunk], products)
+            _begin(x @ self.dequantize(packed).T, products)
+        return _joined(products)
 
     def gather_matmul(self, x: mx.array, indices: mx.array, chosen: mx.array, sorted_indices: bool = False) -> mx.array:
         """x @ centroids[indices[chosen]].T without the dense matrices.
@@ -103,11 +100,10 @@ class Codebook:
         stack, rows, words = indices.shape
         x, padded = self._padded(x, words)
         if self.native:
-            scales, biases = self._scales_and_biases(stack * rows, words)
-            group_size = padded // scales.shape[1]
+            scales, biases = self._scales_and_biases(stack * rows, padded)
             return mx.gather_qmm(
                 x, indices, scales.reshape(stack, rows, -1), biases.reshape(stack, rows, -1), rhs_indices=chosen,
-                transpose=True, group_size=group_size, bits=self.bits, sorted_indices=sorted_indices,
+                transpose=True, group_size=_group_size(padded), bits=self.bits, sorted_indices=sorted_indices,
             )  # fmt: skip
         batch = mx.broadcast_shapes(x.shape[:-2], chosen.shape)
         pairs = math.prod(batch)
@@ -122,7 +118,8 @@ class Codebook:
         products = []
         for start in range(0, rows, chunk):
             dense = self.dequantize(indices[:, start : start + chunk].reshape(-1, words)).reshape(stack, -1, padded)
-            products.append(mx.gather_mm(x, dense.swapaxes(-1, -2), rhs_indices=chosen, sorted_indices=sorted_indices))
+            product = mx.gather_mm(x, dense.swapaxes(-1, -2), rhs_indices=chosen, sorted_indices=sorted_indices)
+            _begin(product, products)
         return _joined(products)
 
     def dequantize(self, indices: mx.array) -> mx.array:
@@ -157,21 +154,34 @@ class Codebook:
             added = columns[..., k : k + 1] * self._centroids
             tables = (added[..., :, None] + tables[..., None, :]).reshape(*columns.shape[:-1], -1)
         chunk = _chunk(columns.shape[1])  # of what one look-up finds
-        products: list[list[mx.array]] = [[] for _ in range(columns.shape[0])]
+        n = tables.shape[0]  # rows of x
+        parts: list[mx.array] = []  # of sums: for each chunk, each field of a group, each row of x
         for start in range(0, indices.shape[0], chunk):
-            packed = _after(indices[start : start + chunk], [product[-1] for product in products if product])
-            fields = [field.T for field in _fields(packed, self.bits * together)]
-            for row, product in enumerate(products):
-                found = [
-                    mx.take_along_axis(tables[row, :, k], field, axis=1).sum(axis=0) for k, field in enumerate(fields)
-                ]
-                product.append(sum(found[1:], found[0]))
-        return mx.stack([_joined(product) for product in products]).reshape(*x.shape[:-1], -1)
+            packed = _after(indices[start : start + chunk], parts)
+            for k, field in enumerate(_fields(packed, self.bits * together)):
+                for row in range(n):
+                    _begin(mx.take_along_axis(tables[row, :, k], field.T, axis=1).sum(axis=0), parts)
+        sums = [_joined(parts[i :: count * n]) for i in range(count * n)]
+        return mx.stack([sum(sums[row + n :: n], sums[row]) for row in range(n)]).reshape(*x.shape[:-1], -1)
 
-    def _scales_and_biases(self, rows: int, words: int) -> tuple[mx.array, mx.array]:
+    def _native_matmul(self, x: mx.array, indices: mx.array) -> mx.array:
+        """As `matmul`, by MLX's kernel for evenly spaced centroids."""
+        rows, padded = indices.shape[0], x.shape[-1]
+        group_size = _group_size(padded)
+        chunk = min(rows, _chunk(2 * padded // group_size))  # of scales and biases, 6 % of a head of 4 bits
+        scales, biases = self._scales_and_biases(chunk, padded)
+        products = []
+        for start in range(0, rows, chunk):
+            packed = indices[start : start + chunk]
+            held = packed.shape[0]
+            products.append(mx.quantized_matmul(
+                x, packed, scales[:held], biases[:held], transpose=True, group_size=group_size, bits=self.bits
+            ))  # fmt: skip
+        return _joined(products)
+
+    def _scales_and_biases(self, rows: int, padded: int) -> tuple[mx.array, mx.array]:
         """The same number everywhere: row scales are applied to the product, so layers of a shape share them."""
-        padded = words // self.bits * 32
-        groups = padded // next(group for group in _GROUPS if padded % group == 0)
+        groups = padded // _group_size(padded)
         if (rows, groups) not in self._constants:
             assert self.step is not None
             self._constants[rows, groups] = (
@@ -192,23 +202,29 @@ def _step(centroids: NDArray[np.float32]) -> float | None:
     return step if even else None
 
 
-def _chunk(width: int, cpu_chunk: int = _CPU_CHUNK) -> int:
+def _group_size(padded: int) -> int:
+    """The largest of MLX's that divides a padded row."""
+    return next(size for size in _GROUP_SIZES if padded % size == 0)
+
+
+def _chunk(width: int, cpu_chunk: int | None = None) -> int:
     """How many rows of so many float32 live at a time."""
-    return max(1, (_GPU_CHUNK if mx.default_device() == mx.gpu else cpu_chunk) // (4 * width))
+    return max(1, (_GPU_CHUNK if mx.default_device() == mx.gpu else cpu_chunk or _CPU_CHUNK) // (4 * width))
 
 
 def _after(indices: mx.array, done: list[mx.array]) -> mx.array:
-    """The same indices, once something else is done: or what is made of all chunks would be in memory at once."""
-    return mx.depends([indices], done)[0] if done else indices
+    """The same indices, once the last of `done` is: or what is made of all chunks would be in memory at once."""
+    return mx.depends([indices], done[-1:])[0] if done else indices
 
 
-def _begun(y: mx.array) -> mx.array:
-    """The same array, on a CPU already being evaluated: thousands of operations of a model, noted before the first
-    is done, would take more memory than what they work on, and the time that noting them takes."""
+def _begin(product: mx.array, begun: list[mx.array]) -> None:
+    """Add a product to those begun. On a CPU it is evaluated from now on, and the one before it is waited for:
+    the operations of a model, noted before the first is done, would take more memory than what they work on."""
     if mx.default_device() == mx.cpu:
         with contextlib.suppress(ValueError):  # within mx.compile and mx.vmap there is nothing to evaluate yet
-            mx.async_eval(y)  # type: ignore[no-untyped-call]
-    return y
+            mx.async_eval(product)  # type: ignore[no-untyped-call]
+            mx.eval(begun[-1:])
+    begun.append(product)
 
 
 def _joined(parts: list[mx.array]) -> mx.array:

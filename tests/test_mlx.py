@@ -99,6 +99,21 @@ def test_product_of_every_width(bits: int, codebook: str, in_features: int, tmp_
         close(layer.dequantize(), file.layers["a"].dequantize())
 
 
+@pytest.mark.parametrize("codebook", ["lloyd-max", "uniform"])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_products_that_are_made_piece_by_piece(bits: int, codebook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = quantize_matrix(matrix(150, 96), bits=bits, codebook=codebook)
+    layer = rsv_mlx.QuantizedLinear.from_data(data)
+    inputs = [mx.array(matrix(rows, 96)) for rows in (1, 3, 40)]
+    whole = [np.array(layer(x)) for x in inputs]
+    monkeypatch.setattr("rsv_mlx.codebook._CPU_CHUNK", 2**11)
+    monkeypatch.setattr("rsv_mlx.codebook._GPU_CHUNK", 2**11)
+    fresh = rsv_mlx.QuantizedLinear.from_data(data)
+    fresh.codebook = Codebook(fresh.codebook.centroids)
+    for x, wanted in zip(inputs, whole, strict=True):
+        close(fresh(x), wanted)
+
+
 @pytest.mark.parametrize("kind", TRANSFORMS)
 @pytest.mark.parametrize("in_features", [1, 48, 64, 97])
 def test_product_of_every_transform(kind: str, in_features: int, tmp_path: Path) -> None:
