@@ -85,7 +85,6 @@ def write_affine(dense: Path, folder: Path, embedding: bool) -> None:
 
 def ours(path: str, repeat: int, token: int = 0) -> dict[str, Any]:
     """rsv_mlx.load_model, and a first token if asked for."""
-    import jsonschema_rs  # noqa: F401
     import mlx.core as mx
     import mlx_lm.utils  # noqa: F401
 

@@ -1,6 +1,7 @@
-"""How fast a file is opened, and which JSON Schema validator that takes.
+"""How fast a file is opened, and what checks the structure of its header.
 
-Validators on the same header: jsonschema-rs, which rsv_format uses, and python-jsonschema, the tests' oracle.
+Of the same headers: msgspec, which rsv_format uses and which makes the header's structs at once, and validators of
+JSON Schema, the tests' oracles: jsonschema-rs and python-jsonschema.
 """
 
 from __future__ import annotations
@@ -8,18 +9,22 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import drop_from_page_cache, in_fresh_process, machine, seconds, table
 from rsv_format.header import (
+    NO_DIGEST,
     CodebookEntry,
-    DiagonalEntry,
     Header,
     LayerEntry,
     TransformEntry,
+    ValuesEntry,
     build_header,
+    header_of,
     parse_json,
 )
 from rsv_format.layout import build_prologue
@@ -27,15 +32,18 @@ from rsv_format.validate import walk
 
 COUNTS = (168, 20_000)
 PROCESSES = 7
+CHECKS = ("msgspec", "jsonschema_rs", "jsonschema")  # packages
 
 
 def write_sparse(path: Path, layers: int) -> bytes:
     """A file with this many layers whose blobs are holes; its header."""
+    names = (f"model.layers.{i // 7:05d}.mlp.proj_{i % 7}" for i in range(layers))
     header = Header(
-        (CodebookEntry(4),),
-        tuple(TransformEntry(896, 128, DiagonalEntry("values"), None) for _ in range(layers)),
-        tuple(LayerEntry(f"model.layers.{i // 7:05d}.mlp.proj_{i % 7}", 896, 64, 1, 0, i, None) for i in range(layers)),
-    )
+        (CodebookEntry(4, NO_DIGEST),),
+        (TransformEntry(896, 128, ValuesEntry(NO_DIGEST), None),) * layers,
+        tuple(LayerEntry(name, 896, 64, 1, 0, i, None, NO_DIGEST) for i, name in enumerate(names)),
+        (), (), {}, (), {},
+    )  # fmt: skip
     text = build_header(header)
     _, nbytes = walk(header, len(text))
     with open(path, "wb") as file:
@@ -54,15 +62,26 @@ def opened(path: str) -> dict[str, float]:
 
 
 def validated(path: str) -> dict[str, float]:
-    """Both validators on one header."""
+    """All of CHECKS on one header."""
     import jsonschema
     import jsonschema_rs
 
     schema = json.loads((Path(__file__).parent.parent / "schema" / "rsv-header-1.0.schema.json").read_text())
     tree = parse_json(Path(path).read_bytes())
-    ours, oracle = jsonschema_rs.validator_for(schema), jsonschema.Draft202012Validator(schema)
-    assert ours.is_valid(tree) and oracle.is_valid(tree)
-    return {"rs": seconds(lambda: ours.is_valid(tree)), "python": seconds(lambda: oracle.is_valid(tree), 1, 0)}
+    rust, python = jsonschema_rs.validator_for(schema), jsonschema.Draft202012Validator(schema)
+    assert rust.is_valid(tree) and python.is_valid(tree)
+    return {
+        "msgspec": seconds(lambda: header_of(tree)),
+        "jsonschema_rs": seconds(lambda: rust.is_valid(tree)),
+        "jsonschema": seconds(lambda: python.is_valid(tree), 1, 0),
+    }
+
+
+def imported(package: str) -> float:
+    """Median time to import a package in a fresh process, after numpy."""
+    code = f"import time, numpy; t = time.perf_counter(); import {package}; print(time.perf_counter() - t)"
+    runs = (subprocess.check_output([sys.executable, "-c", code]) for _ in range(PROCESSES))
+    return statistics.median(map(float, runs))
 
 
 def in_processes(path: Path, *, cold: bool = True) -> dict[str, float]:
@@ -93,10 +112,11 @@ def main() -> None:
                 "header": len(text),
                 "cold": in_processes(path) if drop_from_page_cache(path) else None,
                 "warm": in_processes(path, cold=False),
-                "validators": in_fresh_process("benchmarks.open", "--child", "validated", str(header)),
+                "checks": in_fresh_process("benchmarks.open", "--child", "validated", str(header)),
             }
+    imports = {package: imported(package) for package in CHECKS}
     if arguments.json:
-        print(json.dumps(results))
+        print(json.dumps({"opened": results, "imports": imports}))
         return
     print(machine())
     table(
@@ -114,12 +134,15 @@ def main() -> None:
         ],
     )
     table(
-        "Schema validation of the header alone, milliseconds",
-        ("layers", "jsonschema-rs", "python-jsonschema", "ratio"),
+        "Checking the header's structure alone, milliseconds; msgspec's include making the structs",
+        ("with", "import", *(f"{count} layers" for count in COUNTS)),
         [
-            (count, f"{v['rs'] * 1e3:.1f}", f"{v['python'] * 1e3:.0f}", f"{v['python'] / v['rs']:.0f}")
-            for count, r in results.items()
-            for v in [r["validators"]]
+            (
+                package.replace("_", "-"),
+                f"{imports[package] * 1e3:.0f}",
+                *(f"{r['checks'][package] * 1e3:.2f}" for r in results.values()),
+            )
+            for package in CHECKS
         ],
     )
 

@@ -12,7 +12,6 @@ import random
 import sys
 
 import atheris
-import jsonschema_rs  # noqa: F401  not to be instrumented
 import numpy as np
 
 with atheris.instrument_imports(include=["rsv_format"]):

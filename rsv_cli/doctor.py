@@ -16,7 +16,7 @@ _PACKAGES = {
     "rsv-format": "",
     "numpy": "",
     "construct": "",
-    "jsonschema-rs": "",
+    "msgspec": "",
     "typer": "cli",
     "rich": "cli",
     "safetensors": "sources",

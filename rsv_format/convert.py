@@ -22,8 +22,6 @@ from rsv_format.header import (
     NO_DIGEST,
     AttachmentEntry,
     CodebookEntry,
-    DiagonalEntry,
-    FactorEntry,
     Header,
     LayerEntry,
     TensorEntry,
@@ -45,6 +43,8 @@ from rsv_format.writer import (
     LayerData,
     TensorData,
     Writer,
+    diagonal_entry,
+    factor_entry,
     transform_entry,
     write,
 )
@@ -294,16 +294,22 @@ class _Job:
                         codebook=widths.index(layer_bits[name]),
                         transform=None if entry is None else position,
                         bias=None if bias is None else bias.dtype,
+                        sha256=NO_DIGEST,
                     )
                 )
         kept = [self.source.tensors[name] for name in self._kept()]
         return Header(
-            tuple(CodebookEntry(bits) for bits in widths),
+            tuple(CodebookEntry(bits, NO_DIGEST) for bits in widths),
             tuple(transforms),
             tuple(layers),
-            tuple(TensorEntry(tensor.name, tensor.dtype, tensor.shape) for tensor in kept),
-            tuple(AttachmentEntry(name, kind, len(data)) for name, (kind, data) in self.source.attachments.items()),
+            tuple(TensorEntry(tensor.name, tensor.dtype, tensor.shape, NO_DIGEST) for tensor in kept),
+            tuple(
+                AttachmentEntry(name, kind, len(data), NO_DIGEST)
+                for name, (kind, data) in self.source.attachments.items()
+            ),
             self._metadata(),
+            (),
+            {},
         )
 
     def _metadata(self) -> dict[str, str]:
@@ -436,8 +442,7 @@ class _Job:
         scales = np.ones(dim) if weighted else None
         if self.rotation == "haar" and dim > 1:
             kind, seed = ("matrix", None) if self.persist_rotation else ("haar", self.seed)
-            factor = FactorEntry(kind, seed, NO_DIGEST)
-            return TransformEntry(dim, 1, DiagonalEntry("values") if weighted else None, factor)
+            return TransformEntry(dim, 1, diagonal_entry("values" if weighted else None), factor_entry(kind, seed))
         transform = make_transform(dim, rotation=self.rotation, scales=scales)
         return None if transform is None else transform_entry(transform)
 

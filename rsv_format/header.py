@@ -1,21 +1,32 @@
-"""The header: JSON text <-> frozen dataclasses, and its schema (SPEC section 3)."""
+"""The header: JSON text <-> frozen structs, which say what each member may be (SPEC section 3)."""
 
 from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
-from functools import lru_cache
-from importlib import resources
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from msgspec import Meta, Struct, ValidationError, convert
+from msgspec.structs import replace as replace  # of members of an entry
 
 from rsv_format.errors import RsvError
-from rsv_format.limits import FREE_JSON_VALUES, JSON_VALUE_NBYTES, MAX_INTEGER, MAX_JSON_DEPTH
+from rsv_format.layout import BIAS_DTYPES, DTYPE_NBYTES
+from rsv_format.limits import (
+    FREE_JSON_VALUES,
+    JSON_VALUE_NBYTES,
+    MAX_ATTACHMENT_NAME,
+    MAX_BITS,
+    MAX_IN_FEATURES,
+    MAX_INTEGER,
+    MAX_JSON_DEPTH,
+    MAX_NAME,
+    MAX_OUT_FEATURES,
+    MAX_RANK,
+    MAX_STACK,
+)
 
-SCHEMA_NAME = "rsv-header-1.0.schema.json"
 FEATURES: frozenset[str] = frozenset()  # the feature ids of "requires" that this reader knows
 NO_DIGEST = "0" * 64  # stands in for a digest until the blob is written: the header's length is known before
 
@@ -24,56 +35,99 @@ _LONE_SURROGATE = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[
 _PIECE = re.compile(rb"(?s).{1,65536}\\*[^\\]?")  # never ends between a backslash and what it escapes
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 _STEPS = bytes.maketrans(b"[{]}", b"\1\1\xff\xff")  # of the depth, as int8
+_STEP = re.compile(r"\.([a-z_0-9]+)|\[([0-9]+)\]")  # of the way to a value, as msgspec writes it
 _MAX_DIGITS = len(str(-MAX_INTEGER))
 
 
-@dataclass(frozen=True, slots=True)
-class CodebookEntry:
+_TOKEN = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]*"  # of a media type, RFC 6838
+
+Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Index = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+Columns = Annotated[int, Meta(ge=1, le=MAX_IN_FEATURES)]
+Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
+FileName = Annotated[str, Meta(max_length=MAX_ATTACHMENT_NAME, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\Z")]
+MediaType = Annotated[str, Meta(max_length=255, pattern=rf"^{_TOKEN}/{_TOKEN}\Z")]
+Dtype = Annotated[str, Meta(pattern=rf"^({'|'.join(DTYPE_NBYTES)})\Z")]
+BiasDtype = Annotated[str, Meta(pattern=rf"^({'|'.join(BIAS_DTYPES)})\Z")]
+
+
+class _Entry(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """An object of the header: its members are all required, in the order of the text."""
+
+
+class _Tagged(_Entry, frozen=True, tag_field="kind"):
+    """An object that a member `kind` tells from others in its place."""
+
+    @property
+    def kind(self) -> str:
+        """The member's value."""
+        return str(self.__struct_config__.tag)
+
+
+class CodebookEntry(_Entry, frozen=True):
     """2**bits float32 centroids."""
 
-    bits: int
-    sha256: str = NO_DIGEST
+    bits: Annotated[int, Meta(ge=1, le=MAX_BITS)]
+    sha256: Sha256
 
 
-@dataclass(frozen=True, slots=True)
-class DiagonalEntry:
-    """kind: "signs" or "values"."""
+class SignsEntry(_Tagged, frozen=True, tag="signs"):
+    """A diagonal of 1 and -1."""
 
-    kind: str
-    sha256: str = NO_DIGEST
+    sha256: Sha256
 
 
-@dataclass(frozen=True, slots=True)
-class FactorEntry:
-    """kind: "hartley" (nothing stored), "matrix" or "haar" (with a seed and a stored witness)."""
+class ValuesEntry(_Tagged, frozen=True, tag="values"):
+    """A diagonal of any numbers but zero."""
 
-    kind: str
-    seed: int | None = None
-    sha256: str | None = None
+    sha256: Sha256
 
 
-@dataclass(frozen=True, slots=True)
-class TransformEntry:
+class HartleyEntry(_Tagged, frozen=True, tag="hartley"):
+    """The Hartley matrix as a factor: nothing is stored."""
+
+    seed: ClassVar[None] = None
+    sha256: ClassVar[None] = None
+
+
+class MatrixEntry(_Tagged, frozen=True, tag="matrix"):
+    """A factor that is stored."""
+
+    seed: ClassVar[None] = None
+    sha256: Sha256
+
+
+class HaarEntry(_Tagged, frozen=True, tag="haar"):
+    """A factor that is derived from a seed, with a stored witness."""
+
+    seed: Index
+    sha256: Sha256
+
+
+Diagonal = SignsEntry | ValuesEntry
+Factor = HartleyEntry | MatrixEntry | HaarEntry
+
+
+class TransformEntry(_Entry, frozen=True):
     """(F (x) H_hadamard) diag(d) of order dim."""
 
-    dim: int
-    hadamard: int
-    diagonal: DiagonalEntry | None
-    factor: FactorEntry | None
+    dim: Columns
+    hadamard: Columns
+    diagonal: Diagonal | None
+    factor: Factor | None
 
 
-@dataclass(frozen=True, slots=True)
-class LayerEntry:
+class LayerEntry(_Entry, frozen=True):
     """One quantized matrix, or `stack` of them."""
 
-    name: str
-    in_features: int
-    out_features: int
-    stack: int
-    codebook: int
-    transform: int | None
-    bias: str | None
-    sha256: str = NO_DIGEST
+    name: Name
+    in_features: Columns
+    out_features: Annotated[int, Meta(ge=1, le=MAX_OUT_FEATURES)]
+    stack: Annotated[int, Meta(ge=1, le=MAX_STACK)]
+    codebook: Index
+    transform: Index | None
+    bias: BiasDtype | None
+    sha256: Sha256
 
     @property
     def rows(self) -> int:
@@ -81,38 +135,35 @@ class LayerEntry:
         return self.stack * self.out_features
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(_Entry, frozen=True):
     """An array kept as it was."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    sha256: str = NO_DIGEST
+    name: Name
+    dtype: Dtype
+    shape: Annotated[tuple[Index, ...], Meta(max_length=MAX_RANK)]
+    sha256: Sha256
 
 
-@dataclass(frozen=True, slots=True)
-class AttachmentEntry:
+class AttachmentEntry(_Entry, frozen=True):
     """A file carried along."""
 
-    name: str
-    media_type: str
-    nbytes: int
-    sha256: str = NO_DIGEST
+    name: FileName
+    media_type: MediaType
+    nbytes: Index
+    sha256: Sha256
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(_Entry, frozen=True):
     """All that the JSON says, references by position."""
 
-    codebooks: tuple[CodebookEntry, ...] = ()
-    transforms: tuple[TransformEntry, ...] = ()
-    layers: tuple[LayerEntry, ...] = ()
-    tensors: tuple[TensorEntry, ...] = ()
-    attachments: tuple[AttachmentEntry, ...] = ()
-    metadata: dict[str, str] = field(default_factory=dict)
-    requires: tuple[str, ...] = ()
-    extensions: dict[str, Any] = field(default_factory=dict)
+    codebooks: tuple[CodebookEntry, ...]
+    transforms: tuple[TransformEntry, ...]
+    layers: tuple[LayerEntry, ...]
+    tensors: tuple[TensorEntry, ...]
+    attachments: tuple[AttachmentEntry, ...]
+    metadata: dict[str, str]
+    requires: tuple[str, ...]
+    extensions: dict[str, Any]
 
 
 def parse_header(data: bytes) -> Header:
@@ -125,8 +176,7 @@ def parse_header(data: bytes) -> Header:
     """
     tree = parse_json(data)
     _check_features(tree)
-    check_schema(tree)
-    return _from_tree(tree)
+    return header_of(tree)
 
 
 def build_header(header: Header) -> bytes:
@@ -256,55 +306,36 @@ def _check_features(tree: Any) -> None:
                 raise RsvError("unsupported_feature", "/requires", f"this reader does not know {feature[:80]!r}")
 
 
-def check_schema(tree: Any) -> None:
-    """Hold a tree to the JSON Schema: RsvError schema_violation, with a JSON pointer."""
+def header_of(tree: Any) -> Header:
+    """The header that a JSON value is.
+
+    Raises
+    ------
+    RsvError
+        schema_violation, with a JSON pointer to what the schema does not allow.
+    """
     try:
-        _validator().validate(tree)  # stops at the first error; a list of all of them can be 400 times the header
-    except ValueError as e:  # jsonschema_rs.ValidationError
-        path: list[str | int] = getattr(e, "instance_path", [])
-        pointer = "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in path)
-        raise RsvError("schema_violation", pointer[:200] or "/", str(getattr(e, "message", e))[:200]) from None
-
-
-@lru_cache(maxsize=1)
-def _validator() -> Any:
-    import jsonschema_rs  # 30 ms; 20 times faster than jsonschema on a large header (benchmarks/open.py)
-
-    schema = json.loads(resources.files("rsv_format").joinpath(SCHEMA_NAME).read_text("utf-8"))
-    return jsonschema_rs.validator_for(schema, mask="the value")  # which may be as long as the header
-
-
-def _from_tree(tree: dict[str, Any]) -> Header:
-    return Header(
-        tuple(CodebookEntry(**entry) for entry in tree["codebooks"]),
-        tuple(
-            TransformEntry(
-                entry["dim"],
-                entry["hadamard"],
-                entry["diagonal"] and DiagonalEntry(**entry["diagonal"]),
-                entry["factor"] and FactorEntry(**entry["factor"]),
-            )
-            for entry in tree["transforms"]
-        ),
-        tuple(LayerEntry(**entry) for entry in tree["layers"]),
-        tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in tree["tensors"]),
-        tuple(AttachmentEntry(**entry) for entry in tree["attachments"]),
-        tree["metadata"],
-        tuple(tree["requires"]),
-        tree["extensions"],
-    )
+        header = convert(tree, Header)
+    except ValidationError as e:
+        what, _, place = str(e).rpartition(" - at `$")
+        pointer = "".join(f"/{member or position}" for member, position in _STEP.findall(place if what else ""))
+        raise RsvError("schema_violation", pointer[:200] or "/", (what or place)[:200]) from None
+    for i, transform in enumerate(header.transforms):
+        if transform.hadamard & (transform.hadamard - 1):
+            raise RsvError("schema_violation", f"/transforms/{i}/hadamard", "not a power of two")
+    if len(set(header.requires)) < len(header.requires):
+        raise RsvError("schema_violation", "/requires", "a feature is there twice")
+    return header
 
 
 def _to_tree(node: Any) -> Any:
-    """Dataclasses to plain JSON; a factor's members that its kind lacks are left out."""
+    """Structs to plain JSON."""
     if isinstance(node, tuple):
         return [_to_tree(item) for item in node]
-    if not hasattr(node, "__dataclass_fields__"):
+    if not isinstance(node, Struct):
         return node
-    tree = {name: _to_tree(getattr(node, name)) for name in node.__dataclass_fields__}
-    if isinstance(node, FactorEntry):
-        return {name: value for name, value in tree.items() if value is not None}
-    return tree
+    kind = {"kind": node.kind} if isinstance(node, _Tagged) else {}
+    return kind | {name: _to_tree(getattr(node, name)) for name in node.__struct_fields__}
 
 
 def _sorted(tree: Any) -> Any:

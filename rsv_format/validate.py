@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from rsv_format.errors import RsvError
-from rsv_format.header import FactorEntry, Header, TensorEntry
+from rsv_format.header import Factor, Header, TensorEntry
 from rsv_format.layout import DTYPE_NBYTES, layer_layout, place
 from rsv_format.limits import MAX_HAAR, MAX_INTEGER
 
@@ -58,7 +58,7 @@ def claims(layer: str) -> tuple[str, str, str]:
     return layer, f"{layer}.weight", f"{layer}.bias"
 
 
-def _check_transform_shape(where: str, dim: int, n: int, factor: FactorEntry | None) -> None:
+def _check_transform_shape(where: str, dim: int, n: int, factor: Factor | None) -> None:
     m, rest = divmod(dim, n)
     if rest:
         raise RsvError("transform_shape", where, f"hadamard {n} does not divide dim {dim}")

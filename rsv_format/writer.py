@@ -7,7 +7,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import IO, Any, Generic, TypeVar
 
@@ -20,15 +20,21 @@ from rsv_format.header import (
     NO_DIGEST,
     AttachmentEntry,
     CodebookEntry,
-    DiagonalEntry,
-    FactorEntry,
+    Diagonal,
+    Factor,
+    HaarEntry,
+    HartleyEntry,
     Header,
     LayerEntry,
+    MatrixEntry,
+    SignsEntry,
     TensorEntry,
     TransformEntry,
+    ValuesEntry,
     build_header,
     parse_header,
     parse_json,
+    replace,
 )
 from rsv_format.layout import build_prologue, layer_layout
 from rsv_format.limits import MAX_HEADER_NBYTES, PROLOGUE_NBYTES
@@ -131,14 +137,15 @@ def write(
                 codebook,
                 transform,
                 layer.bias_dtype,
-            )  # fmt: skip
+                NO_DIGEST,
+            )
         )
     header = Header(
-        tuple(CodebookEntry(max(1, int(c.size).bit_length() - 1)) for c in codebooks.items),
+        tuple(CodebookEntry(max(1, int(c.size).bit_length() - 1), NO_DIGEST) for c in codebooks.items),
         tuple(transform_entry(t) for t in transforms.items),
         tuple(entries),
-        tuple(TensorEntry(name, tensors[name].dtype, tensors[name].array.shape) for name in tensors),
-        tuple(AttachmentEntry(name, a.media_type, len(a.data)) for name, a in attachments.items()),
+        tuple(TensorEntry(name, x.dtype, x.array.shape, NO_DIGEST) for name, x in tensors.items()),
+        tuple(AttachmentEntry(name, a.media_type, len(a.data), NO_DIGEST) for name, a in attachments.items()),
         dict(metadata or {}),
         (),
         dict(extensions or {}),
@@ -158,11 +165,20 @@ def write(
 
 def transform_entry(t: Transform) -> TransformEntry:
     """What the header says of a transform."""
-    diagonal = DiagonalEntry(t.diagonal) if t.diagonal else None
-    factor = None
-    if t.factor is not None:
-        factor = FactorEntry(t.factor, t.seed, None if t.factor == "hartley" else NO_DIGEST)
-    return TransformEntry(t.dim, t.hadamard, diagonal, factor)
+    return TransformEntry(t.dim, t.hadamard, diagonal_entry(t.diagonal), factor_entry(t.factor, t.seed))
+
+
+def diagonal_entry(kind: str | None) -> Diagonal | None:
+    """What the header says of a diagonal."""
+    return None if kind is None else SignsEntry(NO_DIGEST) if kind == "signs" else ValuesEntry(NO_DIGEST)
+
+
+def factor_entry(kind: str | None, seed: int | None) -> Factor | None:
+    """What the header says of a factor; the seed is a Haar factor's."""
+    if kind == "haar":
+        assert seed is not None
+        return HaarEntry(seed, NO_DIGEST)
+    return None if kind is None else HartleyEntry() if kind == "hartley" else MatrixEntry(NO_DIGEST)
 
 
 def arrange(header: Header) -> Header:
@@ -195,12 +211,9 @@ def _undigested(header: Header) -> Header:
         return tuple(replace(entry, sha256=NO_DIGEST) for entry in entries)
 
     def bare(t: TransformEntry) -> TransformEntry:
-        stored = t.factor is not None and t.factor.kind != "hartley"
-        return replace(
-            t,
-            diagonal=t.diagonal and replace(t.diagonal, sha256=NO_DIGEST),
-            factor=t.factor and replace(t.factor, sha256=NO_DIGEST if stored else None),
-        )
+        diagonal = t.diagonal and replace(t.diagonal, sha256=NO_DIGEST)
+        factor = replace(t.factor, sha256=NO_DIGEST) if isinstance(t.factor, MatrixEntry | HaarEntry) else t.factor
+        return replace(t, diagonal=diagonal, factor=factor)
 
     return replace(
         header,
@@ -402,7 +415,7 @@ class Writer:
             name, diagonal, factor = f"transforms/{i}", t.diagonal, t.factor
             if diagonal is not None:
                 diagonal = replace(diagonal, sha256=digest("diagonal", name))
-            if factor is not None and factor.sha256 is not None:
+            if isinstance(factor, MatrixEntry | HaarEntry):
                 factor = replace(factor, sha256=digest("factor", name))
             transforms.append(replace(t, diagonal=diagonal, factor=factor))
         return replace(

@@ -36,9 +36,10 @@ from strategies import (
 import rsv_format
 from rsv_format import AttachmentData, LayerData, RsvError, TensorData, Transform, Writer, write
 from rsv_format.header import (
+    NO_DIGEST,
     AttachmentEntry,
     CodebookEntry,
-    FactorEntry,
+    HaarEntry,
     Header,
     LayerEntry,
     TensorEntry,
@@ -46,6 +47,7 @@ from rsv_format.header import (
     build_header,
     parse_header,
 )
+from rsv_format.header import replace as changed
 from rsv_format.rotation import haar, haar_witness
 from rsv_format.writer import transform_entry
 
@@ -334,7 +336,7 @@ def zeros(header: Header) -> int:
 
 def test_an_extension_of_too_many_values(tmp_path: Path) -> None:
     """What no reader would take is refused before anything is written."""
-    most = zeros(Header(extensions={"x": [0]}))
+    most = zeros(Header((), (), (), (), (), {}, (), {"x": [0]}))
     write(tmp_path / "b", extensions={"x": [0] * (1 + most)})
     assert expected_code((tmp_path / "b").read_bytes()) is None
     assert refused(tmp_path / "a", {"extensions": {"x": [0] * (2 + most)}}).code == "json_limit"
@@ -342,10 +344,10 @@ def test_an_extension_of_too_many_values(tmp_path: Path) -> None:
 
 def test_the_limit_is_that_of_the_header_as_written(tmp_path: Path) -> None:
     """In canonical order positions have fewer digits: the header is shorter, and may hold less."""
-    layers = [LayerEntry(f"{i:03}", 1, 1, 1, 10, None, None) for i in range(100)]
-    layers += [LayerEntry(f"b{i}", 1, 1, 1, i, None, None) for i in range(10)]
-    header = Header((CodebookEntry(1),) * 11, (), tuple(layers), extensions={"x": [0]})
-    header = replace(header, extensions={"x": [0] * (1 + zeros(header))})
+    layers = [LayerEntry(f"{i:03}", 1, 1, 1, 10, None, None, NO_DIGEST) for i in range(100)]
+    layers += [LayerEntry(f"b{i}", 1, 1, 1, i, None, None, NO_DIGEST) for i in range(10)]
+    header = Header((CodebookEntry(1, NO_DIGEST),) * 11, (), tuple(layers), (), (), {}, (), {"x": [0]})
+    header = changed(header, extensions={"x": [0] * (1 + zeros(header))})
     parse_header(build_header(header))
     with pytest.raises(RsvError) as e:
         Writer(tmp_path / "a", header)
@@ -353,8 +355,8 @@ def test_the_limit_is_that_of_the_header_as_written(tmp_path: Path) -> None:
 
 
 HEADER = Header(
-    codebooks=(CodebookEntry(1),), layers=(LayerEntry("a", 4, 1, 1, 0, None, None),),
-    tensors=(TensorEntry("n", "u8", (2,)),)
+    (CodebookEntry(1, NO_DIGEST),), (), (LayerEntry("a", 4, 1, 1, 0, None, None, NO_DIGEST),),
+    (TensorEntry("n", "u8", (2,), NO_DIGEST),), (), {}, (), {},
 )  # fmt: skip
 
 
@@ -399,16 +401,18 @@ def test_a_header_in_any_order_is_written_canonically(tmp_path: Path) -> None:
     entries = [
         LayerEntry(
             x.name, x.in_features, x.scales.size // x.stack, x.stack, i,
-            rotated.index(x) if x.transform is not None else None, x.bias_dtype,
+            rotated.index(x) if x.transform is not None else None, x.bias_dtype, NO_DIGEST,
         )
         for i, x in enumerate(layers)
     ]  # fmt: skip
     header = Header(
-        tuple(CodebookEntry(x.bits) for x in layers),
+        tuple(CodebookEntry(x.bits, NO_DIGEST) for x in layers),
         tuple(transform_entry(x.transform) for x in rotated),
         tuple(entries),
-        tuple(TensorEntry(name, x.dtype, x.array.shape) for name, x in content["tensors"].items()),
-        tuple(AttachmentEntry(name, x.media_type, len(x.data)) for name, x in content["attachments"].items()),
+        tuple(TensorEntry(name, x.dtype, x.array.shape, NO_DIGEST) for name, x in content["tensors"].items()),
+        tuple(
+            AttachmentEntry(name, x.media_type, len(x.data), NO_DIGEST) for name, x in content["attachments"].items()
+        ),
         content["metadata"],
         (),
         content["extensions"],
@@ -450,18 +454,18 @@ def test_what_the_header_does_not_say_is_not_written(tmp_path: Path, action: Cal
 @pytest.mark.parametrize(
     "changes, code",
     [
-        ({"layers": (replace(HEADER.layers[0], codebook=1),)}, "bad_reference"),
-        ({"layers": (replace(HEADER.layers[0], codebook=-1),)}, "schema_violation"),
-        ({"layers": (replace(HEADER.layers[0], transform=0),)}, "bad_reference"),
-        ({"codebooks": (CodebookEntry(1), CodebookEntry(2))}, "unreferenced"),
+        ({"layers": (changed(HEADER.layers[0], codebook=1),)}, "bad_reference"),
+        ({"layers": (changed(HEADER.layers[0], codebook=-1),)}, "schema_violation"),
+        ({"layers": (changed(HEADER.layers[0], transform=0),)}, "bad_reference"),
+        ({"codebooks": (CodebookEntry(1, NO_DIGEST), CodebookEntry(2, NO_DIGEST))}, "unreferenced"),
         ({"transforms": (TransformEntry(4, 1, None, None),)}, "unreferenced"),
-        ({"codebooks": (CodebookEntry(9),)}, "schema_violation"),
+        ({"codebooks": (CodebookEntry(9, NO_DIGEST),)}, "schema_violation"),
         ({"requires": ("x",)}, "unsupported_feature"),
-        ({"tensors": (TensorEntry("n", "f64", (2**53 - 1, 8)),)}, "file_extent"),
+        ({"tensors": (TensorEntry("n", "f64", (2**53 - 1, 8), NO_DIGEST),)}, "file_extent"),
         (
             {
-                "layers": (replace(HEADER.layers[0], transform=0),),
-                "transforms": (TransformEntry(4, 1, None, FactorEntry("haar")),),
+                "layers": (changed(HEADER.layers[0], transform=0),),
+                "transforms": (TransformEntry(4, 1, None, HaarEntry(-1, NO_DIGEST)),),
             },
             "schema_violation",
         ),
@@ -469,12 +473,12 @@ def test_what_the_header_does_not_say_is_not_written(tmp_path: Path, action: Cal
 )  # fmt: skip
 def test_headers_that_no_reader_would_take(tmp_path: Path, changes: dict[str, Any], code: str) -> None:
     with pytest.raises(RsvError) as e:
-        Writer(tmp_path / "a", replace(HEADER, **changes))
+        Writer(tmp_path / "a", changed(HEADER, **changes))
     assert e.value.code == code and os.listdir(tmp_path) == []
 
 
 def test_digests_that_are_given_are_not_believed(tmp_path: Path) -> None:
-    header = replace(HEADER, tensors=(TensorEntry("n", "u8", (2,), "not a digest"),))
+    header = changed(HEADER, tensors=(TensorEntry("n", "u8", (2,), "not a digest"),))
     with Writer(tmp_path / "a", header) as writer:
         writer.codebook(0, layer_a().codebook)
         writer.layer(layer_a())
@@ -630,7 +634,7 @@ CHILD = """
 import os, sys, time
 import numpy as np
 from rsv_format import Writer
-from rsv_format.header import Header, TensorEntry
+from rsv_format.header import NO_DIGEST, Header, TensorEntry
 path, stop = sys.argv[1:]
 def here(name):
     if name == stop:
@@ -642,7 +646,8 @@ def replaced(old, new):
     replace(old, new)
     here("after replace")
 os.replace = replaced
-header = Header(tensors=(TensorEntry("a", "u8", (10**6,)), TensorEntry("b", "u8", (10**6,))))
+tensors = tuple(TensorEntry(name, "u8", (10**6,), NO_DIGEST) for name in "ab")
+header = Header((), (), (), tensors, (), {}, (), {})
 with Writer(path, header) as writer:
     here("before blobs")
     writer.tensor("a", np.ones(10**6, np.uint8))
