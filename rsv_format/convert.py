@@ -222,11 +222,11 @@ class _Job:
     progress: Progress
 
     def __post_init__(self) -> None:
-        self._check_bits()
+        self.plain_bits = self._plain_bits()
         make_transform(1, rotation=self.rotation, seed=self.seed)
         # sorted, so that the result does not depend on the order of the source
         names = sorted(name.removesuffix(".weight") for name in self.source.tensors if self.source.is_linear(name))
-        self.layer_bits = dict.fromkeys(filter(self._chosen, names), self.bits or _DEFAULT_BITS)
+        self.layer_bits = dict.fromkeys(filter(self._chosen, names), self.plain_bits)
         self.fixed_bits = {name: bits for name, bits in self._table_bits().items() if self._chosen(name)}
         self.layer_bits |= self.fixed_bits
         self.layers = sorted(self.layer_bits)
@@ -332,7 +332,8 @@ class _Job:
             metadata["quantizer.bits_per_weight"] = f"{self.bits_per_weight:g}"
         return metadata
 
-    def _check_bits(self) -> None:
+    def _plain_bits(self) -> int:
+        """The bits of a linear layer, before any budget."""
         bits = _DEFAULT_BITS if self.bits is None else self.bits
         for one in (bits, table_bits(self.embedding_bits, bits)):
             if one is not None:
@@ -342,10 +343,11 @@ class _Job:
                 raise RsvError("bad_argument", "bits_per_weight", "cannot be had with a number of bits for all layers")
             if not 0 < self.bits_per_weight < float("inf"):
                 raise RsvError("bad_argument", "bits_per_weight", f"{self.bits_per_weight} is no positive number")
+        return bits
 
     def _table_bits(self) -> dict[str, int]:
         """Embedding tables and heads, if they are to be layers."""
-        bits = table_bits(self.embedding_bits, self.bits or _DEFAULT_BITS)
+        bits = table_bits(self.embedding_bits, self.plain_bits)
         if bits is None:
             return {}
         tables = [
