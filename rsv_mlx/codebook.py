@@ -78,7 +78,7 @@ class Codebook:
         products: list[mx.array] = []
         for start in range(0, rows, chunk):
             packed = _after(indices[start : start + chunk], products)
-            _begin(x @ self.dequantize(packed).T, products)
+            _begun(x @ self.dequantize(packed).T, products)
         return _joined(products)
 
     def gather_matmul(self, x: mx.array, indices: mx.array, chosen: mx.array, sorted_indices: bool = False) -> mx.array:
@@ -119,7 +119,7 @@ class Codebook:
         for start in range(0, rows, chunk):
             dense = self.dequantize(indices[:, start : start + chunk].reshape(-1, words)).reshape(stack, -1, padded)
             product = mx.gather_mm(x, dense.swapaxes(-1, -2), rhs_indices=chosen, sorted_indices=sorted_indices)
-            _begin(product, products)
+            _begun(product, products)
         return _joined(products)
 
     def dequantize(self, indices: mx.array) -> mx.array:
@@ -154,15 +154,19 @@ class Codebook:
             added = columns[..., k : k + 1] * self._centroids
             tables = (added[..., :, None] + tables[..., None, :]).reshape(*columns.shape[:-1], -1)
         chunk = _chunk(columns.shape[1])  # of what one look-up finds
-        n = tables.shape[0]  # rows of x
-        parts: list[mx.array] = []  # of sums: for each chunk, each field of a group, each row of x
+        begun: list[mx.array] = []
+        products: list[mx.array] = []  # (rows of x, rows of a chunk)
         for start in range(0, indices.shape[0], chunk):
-            packed = _after(indices[start : start + chunk], parts)
-            for k, field in enumerate(_fields(packed, self.bits * together)):
-                for row in range(n):
-                    _begin(mx.take_along_axis(tables[row, :, k], field.T, axis=1).sum(axis=0), parts)
-        sums = [_joined(parts[i :: count * n]) for i in range(count * n)]
-        return mx.stack([sum(sums[row + n :: n], sums[row]) for row in range(n)]).reshape(*x.shape[:-1], -1)
+            fields = _fields(_after(indices[start : start + chunk], begun), self.bits * together)
+            rows = []
+            for table in tables:
+                parts = [
+                    _begun(mx.take_along_axis(table[:, k], field.T, axis=1).sum(axis=0, keepdims=True), begun)
+                    for k, field in enumerate(fields)  # in one expression: what is found is let go at once
+                ]
+                rows.append(sum(parts[1:], parts[0]))
+            products.append(_joined(rows, axis=0))
+        return _joined(products).reshape(*x.shape[:-1], -1)
 
     def _native_matmul(self, x: mx.array, indices: mx.array) -> mx.array:
         """As `matmul`, by MLX's kernel for evenly spaced centroids."""
@@ -217,18 +221,19 @@ def _after(indices: mx.array, done: list[mx.array]) -> mx.array:
     return mx.depends([indices], done[-1:])[0] if done else indices
 
 
-def _begin(product: mx.array, begun: list[mx.array]) -> None:
-    """Add a product to those begun. On a CPU it is evaluated from now on, and the one before it is waited for:
+def _begun(product: mx.array, begun: list[mx.array]) -> mx.array:
+    """The same array, noted as begun. On a CPU it is evaluated from now on, and the one before it is waited for:
     the operations of a model, noted before the first is done, would take more memory than what they work on."""
     if mx.default_device() == mx.cpu:
         with contextlib.suppress(ValueError):  # within mx.compile and mx.vmap there is nothing to evaluate yet
             mx.async_eval(product)  # type: ignore[no-untyped-call]
             mx.eval(begun[-1:])
     begun.append(product)
+    return product
 
 
-def _joined(parts: list[mx.array]) -> mx.array:
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+def _joined(parts: list[mx.array], axis: int = -1) -> mx.array:
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
 
 
 def _fields_of_a_group(width: int) -> int:
