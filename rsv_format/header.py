@@ -35,9 +35,8 @@ _LONE_SURROGATE = re.compile(rb"\\u[dD](?:[89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[
 _PIECE = re.compile(rb"(?s).{1,65536}\\*[^\\]?")  # never ends between a backslash and what it escapes
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},"))
 _STEPS = bytes.maketrans(b"[{]}", b"\1\1\xff\xff")  # of the depth, as int8
-_STEP = re.compile(r"\.([a-z_0-9]+)|\[([0-9]+)\]")  # of the way to a value, as msgspec writes it
+_WAY = re.compile(r" - at `\$((?:\.[a-z_0-9]+|\[[0-9]+\]|\[\.\.\.\])+)`$")  # to a value, as msgspec writes it
 _MAX_DIGITS = len(str(-MAX_INTEGER))
-
 
 _TOKEN = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]*"  # of a media type, RFC 6838
 
@@ -317,9 +316,9 @@ def header_of(tree: Any) -> Header:
     try:
         header = convert(tree, Header)
     except ValidationError as e:
-        what, _, place = str(e).rpartition(" - at `$")
-        pointer = "".join(f"/{member or position}" for member, position in _STEP.findall(place if what else ""))
-        raise RsvError("schema_violation", pointer[:200] or "/", (what or place)[:200]) from None
+        what, way = str(e), _WAY.search(str(e))
+        where = "" if way is None else re.sub(r"[.[]", "/", way[1].replace("[...]", "").replace("]", ""))
+        raise RsvError("schema_violation", where or "/", what[: way.start() if way else None][:200]) from None
     for i, transform in enumerate(header.transforms):
         if transform.hadamard & (transform.hadamard - 1):
             raise RsvError("schema_violation", f"/transforms/{i}/hadamard", "not a power of two")

@@ -12,6 +12,7 @@ import rfc8785
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import (
+    ITEMSIZE,
     JSON_VALUES,
     MAX_INTEGER,
     ORACLE,
@@ -381,7 +382,8 @@ ODD_VALUES = [
     ..., None, True, False, 0, 1, 2, 3, 8, 9, -1, 2**24, 2**24 + 1, 2**31 - 1, 2**31, 65535, 65536, MAX_INTEGER, "",
     "f32", "bf16",
     "u8", "signs", "hartley", "haar", "matrix", "a" * 64, "A" * 64, "a" * 63, "a" * 65, "a" * 64 + "\n", "a" * 63 + "é",
-    "x/y", "x/y\n",
+    *ITEMSIZE, "f320", "xu8", "f32\n", "x/y", "x/y\n", "x/y/z", "x/y;z", "x/-y", "1/2+3",
+    "x/" + "y" * 253, "x/" + "y" * 254,
     "/", "a//b", "x" * 255, "x" * 256, "x" * 512, "x" * 513, "\U0001f600" * 255, "\U0001f600" * 512, "\U0001f600" * 513,
     "a\0", "a\x7f",
     "a\x1f", "a\n", "..", ".a", "a.", "a b", "CON", "é", [], [None], [0], [0] * 8, [0] * 9, [MAX_INTEGER], [-1], ["a"],
