@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -12,7 +12,7 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.quantized import QuantizedEmbedding as AffineEmbedding
 from mlx.nn.layers.quantized import QuantizedLinear as AffineLinear
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
 from rsv_format import Layer, RsvError
 from rsv_mlx.embedding import QuantizedEmbedding
@@ -117,11 +117,20 @@ def make_plan(
 
 
 def install(model: Module, layers: Mapping[str, Module], parameters: Mapping[str, mx.array]) -> None:
-    """Put modules and parameters in their places."""
-    if layers:
-        model.update_modules(tree_unflatten(list(layers.items())))
-    if parameters:
-        model.update(tree_unflatten(list(parameters.items())))
+    """Put modules and parameters in their places, by their paths."""
+    owners: dict[str, Any] = {"": model}
+
+    def owner(path: str) -> Any:
+        if path not in owners:
+            parent, _, key = path.rpartition(".")
+            held = owner(parent)
+            owners[path] = held[int(key) if isinstance(held, list) else key]
+        return owners[path]
+
+    for path, value in [*layers.items(), *parameters.items()]:
+        parent, _, key = path.rpartition(".")
+        held = owner(parent)
+        held[int(key) if isinstance(held, list) else key] = value
 
 
 def packed_kind(module: Module) -> type[Packed] | None:
