@@ -5,7 +5,7 @@ Modules, bottom up:
 - errors, limits: codes and fixed sizes
 - layout: prologue, sizes and offsets;  packing: indices to words;  dtypes: element types
 - codebook: centroids;  rotation: transforms
-- header: JSON to dataclasses;  validate: rules between entries, the walk over the blobs
+- header: JSON to structs;  validate: rules between entries, the walk over the blobs
 - payload: checks of values;  reader: open and view;  verify: check it all;  writer: stream into place
 - quantize: a matrix;  budget: bits for each of several;  importance, sources: what a model is and what feeds its layers
 - convert: a model

@@ -40,18 +40,18 @@ _MAX_DIGITS = len(str(-MAX_INTEGER))
 
 _TOKEN = r"[A-Za-z0-9][A-Za-z0-9!#$&^_.+-]*"  # of a media type, RFC 6838
 
-Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
-Index = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
-Columns = Annotated[int, Meta(ge=1, le=MAX_IN_FEATURES)]
-Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
-FileName = Annotated[str, Meta(max_length=MAX_ATTACHMENT_NAME, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\Z")]
-MediaType = Annotated[str, Meta(max_length=255, pattern=rf"^{_TOKEN}/{_TOKEN}\Z")]
-Dtype = Annotated[str, Meta(pattern=rf"^({'|'.join(DTYPE_NBYTES)})\Z")]
-BiasDtype = Annotated[str, Meta(pattern=rf"^({'|'.join(BIAS_DTYPES)})\Z")]
+_Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+_Index = Annotated[int, Meta(ge=0, le=MAX_INTEGER)]
+_Order = Annotated[int, Meta(ge=1, le=MAX_IN_FEATURES)]  # of a transform, hence the length of a row
+_Name = Annotated[str, Meta(min_length=1, max_length=MAX_NAME, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
+_FileName = Annotated[str, Meta(max_length=MAX_ATTACHMENT_NAME, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\Z")]
+_MediaType = Annotated[str, Meta(max_length=255, pattern=rf"^{_TOKEN}/{_TOKEN}\Z")]
+_Dtype = Annotated[str, Meta(pattern=rf"^({'|'.join(DTYPE_NBYTES)})\Z")]
+_BiasDtype = Annotated[str, Meta(pattern=rf"^({'|'.join(BIAS_DTYPES)})\Z")]
 
 
 class _Entry(Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """An object of the header: its members are all required, in the order of the text."""
+    """An object of the header: its members are all required, in the order of SPEC section 3."""
 
 
 class _Tagged(_Entry, frozen=True, tag_field="kind"):
@@ -67,19 +67,19 @@ class CodebookEntry(_Entry, frozen=True):
     """2**bits float32 centroids."""
 
     bits: Annotated[int, Meta(ge=1, le=MAX_BITS)]
-    sha256: Sha256
+    sha256: _Sha256
 
 
 class SignsEntry(_Tagged, frozen=True, tag="signs"):
     """A diagonal of 1 and -1."""
 
-    sha256: Sha256
+    sha256: _Sha256
 
 
 class ValuesEntry(_Tagged, frozen=True, tag="values"):
     """A diagonal of any numbers but zero."""
 
-    sha256: Sha256
+    sha256: _Sha256
 
 
 class HartleyEntry(_Tagged, frozen=True, tag="hartley"):
@@ -93,14 +93,14 @@ class MatrixEntry(_Tagged, frozen=True, tag="matrix"):
     """A factor that is stored."""
 
     seed: ClassVar[None] = None
-    sha256: Sha256
+    sha256: _Sha256
 
 
 class HaarEntry(_Tagged, frozen=True, tag="haar"):
     """A factor that is derived from a seed, with a stored witness."""
 
-    seed: Index
-    sha256: Sha256
+    seed: _Index
+    sha256: _Sha256
 
 
 Diagonal = SignsEntry | ValuesEntry
@@ -110,8 +110,8 @@ Factor = HartleyEntry | MatrixEntry | HaarEntry
 class TransformEntry(_Entry, frozen=True):
     """(F (x) H_hadamard) diag(d) of order dim."""
 
-    dim: Columns
-    hadamard: Columns
+    dim: _Order
+    hadamard: _Order  # a power of two: see header_of
     diagonal: Diagonal | None
     factor: Factor | None
 
@@ -119,14 +119,14 @@ class TransformEntry(_Entry, frozen=True):
 class LayerEntry(_Entry, frozen=True):
     """One quantized matrix, or `stack` of them."""
 
-    name: Name
-    in_features: Columns
+    name: _Name
+    in_features: _Order
     out_features: Annotated[int, Meta(ge=1, le=MAX_OUT_FEATURES)]
     stack: Annotated[int, Meta(ge=1, le=MAX_STACK)]
-    codebook: Index
-    transform: Index | None
-    bias: BiasDtype | None
-    sha256: Sha256
+    codebook: _Index
+    transform: _Index | None
+    bias: _BiasDtype | None
+    sha256: _Sha256
 
     @property
     def rows(self) -> int:
@@ -137,19 +137,19 @@ class LayerEntry(_Entry, frozen=True):
 class TensorEntry(_Entry, frozen=True):
     """An array kept as it was."""
 
-    name: Name
-    dtype: Dtype
-    shape: Annotated[tuple[Index, ...], Meta(max_length=MAX_RANK)]
-    sha256: Sha256
+    name: _Name
+    dtype: _Dtype
+    shape: Annotated[tuple[_Index, ...], Meta(max_length=MAX_RANK)]
+    sha256: _Sha256
 
 
 class AttachmentEntry(_Entry, frozen=True):
     """A file carried along."""
 
-    name: FileName
-    media_type: MediaType
-    nbytes: Index
-    sha256: Sha256
+    name: _FileName
+    media_type: _MediaType
+    nbytes: _Index
+    sha256: _Sha256
 
 
 class Header(_Entry, frozen=True):
@@ -311,7 +311,7 @@ def header_of(tree: Any) -> Header:
     Raises
     ------
     RsvError
-        schema_violation, with a JSON pointer to what the schema does not allow.
+        schema_violation, with a JSON pointer to what the schema does not allow, or to what holds it.
     """
     try:
         header = convert(tree, Header)

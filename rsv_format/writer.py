@@ -174,11 +174,18 @@ def diagonal_entry(kind: str | None) -> Diagonal | None:
 
 
 def factor_entry(kind: str | None, seed: int | None) -> Factor | None:
-    """What the header says of a factor; the seed is a Haar factor's."""
-    if kind == "haar":
-        assert seed is not None
+    """What the header says of a factor.
+
+    Raises
+    ------
+    RsvError
+        content_invalid: another kind, or a Haar factor without a seed, or one of another kind with one.
+    """
+    if kind == "haar" and seed is not None:
         return HaarEntry(seed, NO_DIGEST)
-    return None if kind is None else HartleyEntry() if kind == "hartley" else MatrixEntry(NO_DIGEST)
+    if seed is None and kind in (None, "hartley", "matrix"):
+        return None if kind is None else HartleyEntry() if kind == "hartley" else MatrixEntry(NO_DIGEST)
+    raise RsvError("content_invalid", "transform", f"there is no factor {str(kind)[:40]!r} with seed {seed}")
 
 
 def arrange(header: Header) -> Header:

@@ -41,13 +41,13 @@ class Plan:
     packed : dict
         Path of a linear, embedding or switch module -> what takes its place.
     dense : dict
-        Path of another module -> name of the layer whose dequantized weight it takes.
+        Path of another module -> name of the layer whose dequantized weight it takes, and whether it has a bias.
     parameters : dict
         Path of a parameter -> array.
     """
 
     packed: dict[str, Place]
-    dense: dict[str, str]
+    dense: dict[str, tuple[str, bool]]
     parameters: dict[str, mx.array]
 
 
@@ -81,7 +81,7 @@ def make_plan(
     modules = dict(model.named_modules())  # type: ignore[no-untyped-call]
     wanted: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore
     packed: dict[str, Place] = {}
-    dense: dict[str, str] = {}
+    dense: dict[str, tuple[str, bool]] = {}
     missing: list[str] = []
     unexpected: list[str] = []
     misshapen: list[str] = []
@@ -92,17 +92,17 @@ def make_plan(
             unexpected.append(path)
             continue
         kind = packed_kind(module)
+        has_bias = module.has_bias if isinstance(module, Packed) else "bias" in module
         if shape not in (_layer_shape(layer), (layer.stack, layer.out_features, layer.in_features)):
             misshapen.append(f"{path} {_layer_shape(layer)}, not {shape}")
         elif kind is not None:
             packed[path] = Place(name, kind, weight_dtype(module))
         else:
-            dense[path] = name
-        has_bias = module.has_bias if isinstance(module, Packed) else "bias" in module
+            dense[path] = name, has_bias
         if has_bias != (layer.bias_dtype is not None):
             (missing if has_bias else unexpected).append(f"{path}.bias")
     for path, array in parameters.items():
-        if path not in wanted:
+        if path not in wanted or path.rpartition(".")[0] in packed:
             unexpected.append(path)
         elif array.shape != wanted[path].shape:
             misshapen.append(f"{path} {array.shape}, not {wanted[path].shape}")
@@ -113,7 +113,8 @@ def make_plan(
         _refuse("unexpected_layer", unexpected, "the file has what the model has not")
     if misshapen:
         _refuse("shape_mismatch", misshapen, "the file's and the model's shapes differ")
-    return Plan(packed, dense, {path: array for path, array in parameters.items() if path in wanted})
+    refused = set(unexpected)
+    return Plan(packed, dense, {path: array for path, array in parameters.items() if path not in refused})
 
 
 def install(model: Module, layers: Mapping[str, Module], parameters: Mapping[str, mx.array]) -> None:

@@ -75,10 +75,12 @@ class Codebook:
         if x.size // padded <= _FEW_ROWS:
             return self._by_sums(x, indices)
         chunk = _chunk(padded)
-        products: list[mx.array] = []
+        last: mx.array | None = None
+        products = []
         for start in range(0, rows, chunk):
-            packed = _after(indices[start : start + chunk], products)
-            _begun(x @ self.dequantize(packed).T, products)
+            packed = _after(indices[start : start + chunk], last)
+            last = _begun(x @ self.dequantize(packed).T, last)
+            products.append(last)
         return _joined(products)
 
     def gather_matmul(self, x: mx.array, indices: mx.array, chosen: mx.array, sorted_indices: bool = False) -> mx.array:
@@ -115,11 +117,13 @@ class Codebook:
         if pairs < stack:  # fewer than there are matrices: only theirs become dense
             indices, chosen, stack = indices[chosen.reshape(pairs)], mx.arange(pairs).reshape(batch), pairs
         chunk = _chunk(stack * padded, _STACK_CHUNK)
+        last: mx.array | None = None
         products = []
         for start in range(0, rows, chunk):
-            dense = self.dequantize(indices[:, start : start + chunk].reshape(-1, words)).reshape(stack, -1, padded)
-            product = mx.gather_mm(x, dense.swapaxes(-1, -2), rhs_indices=chosen, sorted_indices=sorted_indices)
-            _begun(product, products)
+            packed = _after(indices[:, start : start + chunk], last).reshape(-1, words)
+            dense = self.dequantize(packed).reshape(stack, -1, padded).swapaxes(-1, -2)
+            last = _begun(mx.gather_mm(x, dense, rhs_indices=chosen, sorted_indices=sorted_indices), last)
+            products.append(last)
         return _joined(products)
 
     def dequantize(self, indices: mx.array) -> mx.array:
@@ -154,17 +158,16 @@ class Codebook:
             added = columns[..., k : k + 1] * self._centroids
             tables = (added[..., :, None] + tables[..., None, :]).reshape(*columns.shape[:-1], -1)
         chunk = _chunk(columns.shape[1])  # of what one look-up finds
-        begun: list[mx.array] = []
-        products: list[mx.array] = []  # (rows of x, rows of a chunk)
+        last: mx.array | None = None
+        products = []  # (rows of x, rows of a chunk)
         for start in range(0, indices.shape[0], chunk):
-            fields = _fields(_after(indices[start : start + chunk], begun), self.bits * together)
-            rows = []
+            fields = _fields(_after(indices[start : start + chunk], last), self.bits * together)
+            rows: list[mx.array] = []
             for table in tables:
-                parts = [
-                    _begun(mx.take_along_axis(table[:, k], field.T, axis=1).sum(axis=0, keepdims=True), begun)
-                    for k, field in enumerate(fields)  # in one expression: what is found is let go at once
-                ]
-                rows.append(sum(parts[1:], parts[0]))
+                for k, field in enumerate(fields):
+                    part = mx.take_along_axis(table[:, k], field.T, axis=1).sum(axis=0, keepdims=True)
+                    rows = [*rows, part] if k == 0 else [*rows[:-1], rows[-1] + part]
+                    last = _begun(rows[-1], last)
             products.append(_joined(rows, axis=0))
         return _joined(products).reshape(*x.shape[:-1], -1)
 
@@ -216,19 +219,22 @@ def _chunk(width: int, cpu_chunk: int | None = None) -> int:
     return max(1, (_GPU_CHUNK if mx.default_device() == mx.gpu else cpu_chunk or _CPU_CHUNK) // (4 * width))
 
 
-def _after(indices: mx.array, done: list[mx.array]) -> mx.array:
-    """The same indices, once the last of `done` is: or what is made of all chunks would be in memory at once."""
-    return mx.depends([indices], done[-1:])[0] if done else indices
+def _after(indices: mx.array, before: mx.array | None) -> mx.array:
+    """The same indices, once something else is done: or what is made of all chunks would be in memory at once. On a
+    CPU `_begun` sees to that."""
+    if before is None or mx.default_device() == mx.cpu:
+        return indices
+    depending: mx.array = mx.depends([indices], [mx.stop_gradient(before)])[0]
+    return depending
 
 
-def _begun(product: mx.array, begun: list[mx.array]) -> mx.array:
-    """The same array, noted as begun. On a CPU it is evaluated from now on, and the one before it is waited for:
-    the operations of a model, noted before the first is done, would take more memory than what they work on."""
+def _begun(product: mx.array, before: mx.array | None) -> mx.array:
+    """The same array. On a CPU it is evaluated from now on, and what was begun before it is waited for: the
+    operations of a model, noted before the first is done, would take more memory than what they work on."""
     if mx.default_device() == mx.cpu:
         with contextlib.suppress(ValueError):  # within mx.compile and mx.vmap there is nothing to evaluate yet
             mx.async_eval(product)  # type: ignore[no-untyped-call]
-            mx.eval(begun[-1:])
-    begun.append(product)
+            mx.eval([] if before is None else before)
     return product
 
 

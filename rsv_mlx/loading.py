@@ -189,8 +189,10 @@ def _fill(
                 report.dense_nbytes += modules[path].weight.nbytes
             else:
                 modules[path] = layer
-        for path, name in plan.dense.items():
+        for path, (name, has_bias) in plan.dense.items():
             for part, array in content.dequantized(name).items():
+                if part == "bias" and not has_bias:
+                    continue
                 parameters[f"{path}.{part}"] = _cast(array, casts, report)
                 mx.eval(parameters[f"{path}.{part}"])
             report.dense_nbytes += parameters[f"{path}.weight"].nbytes

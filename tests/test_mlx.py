@@ -110,8 +110,14 @@ def test_products_that_are_made_piece_by_piece(bits: int, codebook: str, monkeyp
     monkeypatch.setattr("rsv_mlx.codebook._GPU_CHUNK", 2**11)
     fresh = rsv_mlx.QuantizedLinear.from_data(data)
     fresh.codebook = Codebook(fresh.codebook.centroids)
+    slopes = np.array(layer.dequantize().sum(axis=0))
     for x, wanted in zip(inputs, whole, strict=True):
         close(fresh(x), wanted)
+        gradient = mx.grad(lambda x: fresh(x).sum())
+        for slope in (gradient(x), mx.compile(gradient)(x)):
+            close(slope, np.broadcast_to(slopes, x.shape), 1e-4)
+        if not fresh.codebook.native:  # MLX has no vmap of quantized_matmul
+            close(mx.vmap(fresh)(x[None]), wanted[None], 1e-4)
 
 
 @pytest.mark.parametrize("kind", TRANSFORMS)
@@ -481,6 +487,28 @@ def test_layer_of_a_module_that_has_no_packed_form(tmp_path: Path) -> None:
     with rsv_format.open(tmp_path / "m.rsv") as file:
         close(box.mix.weight, file.layers["mix"].dequantize())
     assert report.dense_nbytes == box.mix.weight.nbytes
+
+
+def test_what_a_layer_brings_along_and_the_module_lacks(tmp_path: Path) -> None:
+    """Without `strict`, a bias that is not in the model stays out; what a packed layer has is never set beside it."""
+    mix = quantize_matrix(matrix(3, 8, 12), name="mix", bits=8, bias=matrix(3, 8).reshape(-1), bias_dtype="f32")
+    path = written(tmp_path / "mix.rsv", [mix])
+    box = Box(mix=nn.Bilinear(12, 8, 3, bias=False))
+    with pytest.raises(RsvError) as e:
+        rsv_mlx.graft(box, path)
+    assert e.value.code == "unexpected_layer"
+    rsv_mlx.graft(box, path, strict=False)
+    assert set(box.mix.parameters()) == {"weight"}
+
+    data = quantize_matrix(matrix(6, 64), name="a")
+    extra = {f"a.{name}": TensorData("f32", np.ones((6, 2), np.float32)) for name in ("scales", "biases")}
+    path = written(tmp_path / "a.rsv", [data], tensors=extra)
+    box = Box(a=nn.QuantizedLinear(64, 6, bias=False, group_size=32))
+    with pytest.raises(RsvError) as e:
+        rsv_mlx.graft(box, path)
+    assert e.value.code == "unexpected_layer" and "a.scales" in e.value.detail
+    rsv_mlx.graft(box, path, strict=False)
+    assert box.a.scales.shape == (6,) and "biases" not in box.a and box.a(mx.ones((1, 64))).shape == (1, 6)
 
 
 class Renaming(nn.Module):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import rsv_format
-from rsv_format import errors, header, layout, limits
+from rsv_format import RsvError, errors, header, layout, limits
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = (ROOT / "SPEC.md").read_text("utf-8")
@@ -180,8 +180,13 @@ def test_the_scan_is_that_of_the_code(examples: dict[str, Any]) -> None:
 
 
 def valid(tree: Any) -> bool:
-    """The verdict of both validators, which must agree."""
+    """The verdict of both validators and of the code, which must agree."""
     verdicts = {validator.is_valid(tree) for validator in VALIDATORS}
+    try:
+        header.header_of(tree)
+        verdicts.add(True)
+    except RsvError:
+        verdicts.add(False)
     assert len(verdicts) == 1, tree
     return verdicts.pop()
 
