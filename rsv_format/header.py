@@ -313,11 +313,17 @@ def header_of(tree: Any) -> Header:
     RsvError
         schema_violation, with a JSON pointer to what the schema does not allow, or to what holds it.
     """
+    unknown = tree.keys() - set(Header.__struct_fields__) if isinstance(tree, dict) else set()
+    if unknown:  # msgspec tells no place at the root, and the name could pose as one
+        raise RsvError("schema_violation", "/", f"there is no member {min(unknown)[:80]!r}")
     try:
         header = convert(tree, Header)
     except ValidationError as e:
         what, way = str(e), _WAY.search(str(e))
         where = "" if way is None else re.sub(r"[.[]", "/", way[1].replace("[...]", "").replace("]", ""))
+        if where == "/metadata" and isinstance(tree["metadata"], dict):  # nor does it tell names there
+            wrong = [name for name, value in tree["metadata"].items() if not isinstance(value, str)]
+            where += "".join("/" + name[:100].replace("~", "~0").replace("/", "~1") for name in wrong[:1])
         raise RsvError("schema_violation", where or "/", what[: way.start() if way else None][:200]) from None
     for i, transform in enumerate(header.transforms):
         if transform.hadamard & (transform.hadamard - 1):

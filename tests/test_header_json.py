@@ -466,7 +466,12 @@ def test_requires_of_another_type(requires: Any) -> None:
         (("transforms", 1, "hadamard"), 3, "/transforms/1/hadamard"),
         (("transforms", 1, "factor", "seed"), -1, "/transforms/1/factor/seed"),
         (("tensors", 0, "shape", 0), "3", "/tensors/0/shape/0"),
-        (("metadata",), {"a": 1}, "/metadata"),
+        (("metadata",), [], "/metadata"),
+        (("metadata",), {"a": "", "a/b~c": 1}, "/metadata/a~1b~0c"),
+        (("colour",), "red", "/"),
+        (("a` - at `$.metadata",), 1, "/"),
+        (("layers", 0, "a` - at `$.metadata"), 1, "/layers/0"),
+        (("metadata",), {"a` - at `$.layers[0]": 1}, "/metadata/a` - at `$.layers[0]"),
     ],
 )  # fmt: skip
 def test_the_place_of_a_violation_is_a_json_pointer(path: tuple[Any, ...], value: Any, where: str) -> None:
