@@ -181,10 +181,15 @@ def factor_entry(kind: str | None, seed: int | None) -> Factor | None:
     RsvError
         content_invalid: another kind, or a Haar factor without a seed, or one of another kind with one.
     """
-    if kind == "haar" and seed is not None:
-        return HaarEntry(seed, NO_DIGEST)
-    if seed is None and kind in (None, "hartley", "matrix"):
-        return None if kind is None else HartleyEntry() if kind == "hartley" else MatrixEntry(NO_DIGEST)
+    match kind, seed:
+        case None, None:
+            return None
+        case "hartley", None:
+            return HartleyEntry()
+        case "matrix", None:
+            return MatrixEntry(NO_DIGEST)
+        case "haar", int():
+            return HaarEntry(seed, NO_DIGEST)
     raise RsvError("content_invalid", "transform", f"there is no factor {str(kind)[:40]!r} with seed {seed}")
 
 

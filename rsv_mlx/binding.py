@@ -119,19 +119,19 @@ def make_plan(
 
 def install(model: Module, layers: Mapping[str, Module], parameters: Mapping[str, mx.array]) -> None:
     """Put modules and parameters in their places, by their paths."""
-    owners: dict[str, Any] = {"": model}
+    holders: dict[str, Any] = {"": model}
 
-    def owner(path: str) -> Any:
-        if path not in owners:
-            parent, _, key = path.rpartition(".")
-            held = owner(parent)
-            owners[path] = held[int(key) if isinstance(held, list) else key]
-        return owners[path]
+    def slot(path: str) -> tuple[Any, str | int]:
+        parent, _, key = path.rpartition(".")
+        if parent not in holders:
+            holder, at = slot(parent)
+            holders[parent] = holder[at]
+        holder = holders[parent]
+        return holder, int(key) if isinstance(holder, list) else key
 
     for path, value in [*layers.items(), *parameters.items()]:
-        parent, _, key = path.rpartition(".")
-        held = owner(parent)
-        held[int(key) if isinstance(held, list) else key] = value
+        holder, at = slot(path)
+        holder[at] = value
 
 
 def packed_kind(module: Module) -> type[Packed] | None:

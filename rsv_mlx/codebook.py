@@ -166,8 +166,10 @@ class Codebook:
             for table in tables:
                 for k, field in enumerate(fields):
                     part = mx.take_along_axis(table[:, k], field.T, axis=1).sum(axis=0, keepdims=True)
-                    rows = [*rows, part] if k == 0 else [*rows[:-1], rows[-1] + part]
-                    last = _begun(rows[-1], last)
+                    if k > 0:
+                        part = rows.pop() + part
+                    last = _begun(part, last)
+                    rows.append(part)
             products.append(_joined(rows, axis=0))
         return _joined(products).reshape(*x.shape[:-1], -1)
 
