@@ -7,22 +7,22 @@ Modules, bottom up:
 - codebook: centroids;  rotation: transforms
 - header: JSON to structs;  validate: rules between entries, the walk over the blobs
 - payload: checks of values;  reader: open and view;  verify: check it all;  writer: stream into place
-- quantize: a matrix;  budget: bits for each of several;  importance, sources: what a model is and what feeds its layers
-- convert: a model
+- sources: where models come from;  quantizer: what makes content of them
 - summary: where the bytes went
 """
 
-from rsv_format.convert import EMBEDDING_BITS, QuantizeReport, quantize, quantize_layers, save, table_bits
 from rsv_format.errors import CODES, RsvError
-from rsv_format.importance import share_groups
 from rsv_format.limits import PAGE
 from rsv_format.packing import pack, unpack
-from rsv_format.quantize import group_transform, quantize_matrix
+from rsv_format.quantizer.conversion import QuantizeReport, quantize, quantize_layers, save
+from rsv_format.quantizer.importance import share_groups
+from rsv_format.quantizer.matrix import group_transform, quantize_matrix
+from rsv_format.quantizer.options import EMBEDDING_BITS, QuantizeOptions, table_bits
+from rsv_format.quantizer.synthetic import random_tokens
 from rsv_format.reader import Attachment, File, Layer, Tensor, open
 from rsv_format.rotation import Transform
 from rsv_format.sources import Source, SourceTensor, open_source
 from rsv_format.summary import Summary, summarize
-from rsv_format.synthetic import random_tokens
 from rsv_format.verify import verify
 from rsv_format.writer import AttachmentData, LayerData, TensorData, Writer, write
 
@@ -35,6 +35,7 @@ __all__ = [
     "File",
     "Layer",
     "LayerData",
+    "QuantizeOptions",
     "QuantizeReport",
     "RsvError",
     "Source",

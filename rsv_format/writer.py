@@ -196,8 +196,8 @@ def factor_entry(kind: str | None, seed: int | None) -> Factor | None:
 def arrange(header: Header) -> Header:
     """The canonical order: layers, tensors and attachments by name, tables by first use (SPEC section 11)."""
     layers = sorted(header.layers, key=lambda layer: layer.name)
-    codebooks = list(dict.fromkeys(layer.codebook for layer in layers))
-    transforms = list(dict.fromkeys(layer.transform for layer in layers if layer.transform is not None))
+    codebooks = _first_uses(layer.codebook for layer in layers)
+    transforms = _first_uses(layer.transform for layer in layers if layer.transform is not None)
     return replace(
         header,
         codebooks=tuple(header.codebooks[i] for i in codebooks),
@@ -205,8 +205,8 @@ def arrange(header: Header) -> Header:
         layers=tuple(
             replace(
                 layer,
-                codebook=codebooks.index(layer.codebook),
-                transform=None if layer.transform is None else transforms.index(layer.transform),
+                codebook=codebooks[layer.codebook],
+                transform=None if layer.transform is None else transforms[layer.transform],
             )
             for layer in layers
         ),
@@ -214,6 +214,11 @@ def arrange(header: Header) -> Header:
         attachments=tuple(sorted(header.attachments, key=lambda attachment: attachment.name)),
         requires=tuple(sorted(header.requires)),
     )
+
+
+def _first_uses(positions: Iterable[int]) -> dict[int, int]:
+    """Old positions in a table -> new ones, in the order in which they are first used."""
+    return {old: new for new, old in enumerate(dict.fromkeys(positions))}
 
 
 def _undigested(header: Header) -> Header:

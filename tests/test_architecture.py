@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = {"rsv_format", "rsv_mlx", "rsv_cli", "conformance", "tests"}
 PUBLIC = {
     "CODES", "EMBEDDING_BITS", "PAGE", "Attachment", "AttachmentData", "File", "Layer", "LayerData",
-    "QuantizeReport", "RsvError", "Source", "SourceTensor", "Summary", "Tensor", "TensorData", "Transform",
-    "Writer", "group_transform", "open", "open_source", "pack", "quantize", "quantize_layers", "quantize_matrix",
-    "random_tokens", "save", "share_groups", "summarize", "table_bits", "unpack", "verify", "write",
+    "QuantizeOptions", "QuantizeReport", "RsvError", "Source", "SourceTensor", "Summary", "Tensor", "TensorData",
+    "Transform", "Writer", "group_transform", "open", "open_source", "pack", "quantize", "quantize_layers",
+    "quantize_matrix", "random_tokens", "save", "share_groups", "summarize", "table_bits", "unpack", "verify", "write",
 }  # fmt: skip
 # conformance is independent of the implementation that it tests, but for what drives it
 DRIVERS = {"conformance/adapters/python.py", "conformance/adapters/faulty.py", "conformance/faulty.py"}
@@ -45,10 +45,11 @@ def packages(path: Path) -> set[str]:
     return {name.split(".")[0] for name in imports(path)}
 
 
-def modules(name: str) -> set[str]:
-    """The modules of rsv_format that one of them imports: "reader" of `from rsv_format.reader import open`."""
-    path = ROOT / "rsv_format" / f"{name}.py"
-    return {parts[1] for parts in (x.split(".") for x in imports(path)) if parts[0] == "rsv_format" and len(parts) > 1}
+def modules(name: str, package: str = "rsv_format") -> set[str]:
+    """The modules of a package that one of them imports: "reader" of `from rsv_format.reader import open`."""
+    dots = package.split(".")
+    path = ROOT.joinpath(*dots, f"{name}.py")
+    return {x.split(".")[len(dots)] for x in imports(path) if x.startswith(f"{package}.")}
 
 
 def name_of(path: Path) -> str:
@@ -95,23 +96,35 @@ LAYERS = [
     {"header": set(), "payload": set()},
     {"validate": set()},
     {"reader": set(), "writer": set()},
-    {"verify": set(), "summary": set(), "quantize": set(), "importance": set(), "budget": set()},
+    {"verify": set(), "summary": set()},
     {"sources": set()},
-    {"decoder": set()},
+    {"quantizer": set()},
+]
+# within the quantizer, likewise
+QUANTIZER = [
+    {"options": set(), "matrix": set(), "importance": set(), "budget": set(), "decoder": set()},
     {"synthetic": set()},
-    {"convert": set()},
+    {"conversion": set()},
 ]
 
 
-def test_modules_import_what_lies_below_them() -> None:
+@pytest.mark.parametrize("package, layers", [("rsv_format", LAYERS), ("rsv_format.quantizer", QUANTIZER)])
+def test_modules_import_what_lies_below_them(package: str, layers: list[dict[str, set[str]]]) -> None:
+    folder = ROOT.joinpath(*package.split("."))
     below: set[str] = set()
-    for layer in LAYERS:
+    for layer in layers:
         for name, beside in layer.items():
-            if (ROOT / "rsv_format" / f"{name}.py").exists():
-                assert modules(name) <= below | beside, name
+            if (folder / f"{name}.py").exists():
+                assert modules(name, package) <= below | beside, name
         below |= set(layer)
-    present = {path.stem for path in (ROOT / "rsv_format").glob("*.py")} - {"__init__"}
+    present = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert present <= below, "a module that is not in the table"
+
+
+def test_nothing_below_the_quantizer_knows_of_it() -> None:
+    paths = [*(ROOT / "rsv_format").glob("*.py"), *sources("rsv_format/sources")]
+    knowing = {path.name for path in paths if any(x.startswith("rsv_format.quantizer") for x in imports(path))}
+    assert knowing == {"__init__.py"}
 
 
 def test_sources_know_of_nothing_but_arrays() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 import rsv_format
 from rsv_format import EMBEDDING_BITS, RsvError, Source, quantize, quantize_layers, quantize_matrix, table_bits
-from rsv_format.budget import LEVELS, Demand, spend, weighted_error
 from rsv_format.codebook import codebook, distortion
-from rsv_format.quantize import channel_scales, column_squares
+from rsv_format.quantizer.budget import LEVELS, Demand, spend, weighted_error
+from rsv_format.quantizer.matrix import channel_scales, column_squares
 from rsv_format.sources.base import dense_tensor
 
 BLOCKS = 3

@@ -510,3 +510,11 @@ def test_bfloat16() -> None:
         -np.inf,
         np.inf,
     ]
+
+
+@pytest.mark.parametrize("name", ["include", "exclude"])
+def test_a_string_of_patterns_is_not_read_letter_by_letter(tmp_path: Path, name: str) -> None:
+    with pytest.raises(RsvError, match="want a list of patterns") as caught:
+        quantize(model(), tmp_path / "a", **{name: "*.mlp.*"})
+    assert (caught.value.code, caught.value.where) == ("bad_argument", name)
+    assert not any(tmp_path.iterdir())

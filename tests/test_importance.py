@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rsv_format.importance import norm_gains, share_groups
+from rsv_format.quantizer.importance import norm_gains, share_groups
 
 BLOCK = "model.layers.7"
 Q, OUT, GATE, DOWN = (

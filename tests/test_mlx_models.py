@@ -13,7 +13,7 @@ import pytest
 
 import rsv_format
 from rsv_format import RsvError, TensorData, quantize_matrix
-from rsv_format.synthetic import synthetic_importance
+from rsv_format.quantizer.synthetic import synthetic_importance
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 nn = pytest.importorskip("mlx.nn")

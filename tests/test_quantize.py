@@ -14,7 +14,7 @@ from strategies import make_transform
 import rsv_format
 from rsv_format import LayerData, RsvError, Transform, quantize_matrix
 from rsv_format.codebook import CODEBOOKS, boundaries, codebook
-from rsv_format.quantize import (
+from rsv_format.quantizer.matrix import (
     ROTATIONS,
     _counter,
     _nearest,
@@ -24,11 +24,11 @@ from rsv_format.quantize import (
     quantize_rows,
     run_threads,
 )
-from rsv_format.quantize import (
+from rsv_format.quantizer.matrix import (
     make_transform as transform_for,  # noqa: I001
 )
 
-MODULE = sys.modules["rsv_format.quantize"]  # the package shows the function of this name
+MODULE = sys.modules["rsv_format.quantizer.matrix"]  # the package shows the function of this name
 
 
 def gauss(seed: int, *shape: int) -> np.ndarray:

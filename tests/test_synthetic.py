@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rsv_format.decoder import Decoder
+from rsv_format.quantizer.decoder import Decoder
+from rsv_format.quantizer.synthetic import random_tokens, synthetic_importance
 from rsv_format.sources.base import Source, dense_tensor
-from rsv_format.synthetic import random_tokens, synthetic_importance
 
 CONFIG = {
     "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

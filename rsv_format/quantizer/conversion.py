@@ -6,15 +6,15 @@ import contextlib
 import fnmatch
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rsv_format.budget import Demand, quantized_nbytes, spend, weighted_error
 from rsv_format.codebook import codebook as make_codebook
 from rsv_format.dtypes import FLOAT_DTYPES
 from rsv_format.errors import RsvError
@@ -27,9 +27,12 @@ from rsv_format.header import (
     TensorEntry,
     TransformEntry,
 )
-from rsv_format.importance import norm_gains, share_groups
 from rsv_format.layout import BIAS_DTYPES
-from rsv_format.quantize import channel_scales, column_squares, group_transform, make_transform, quantize_matrix
+from rsv_format.quantizer.budget import Demand, quantized_nbytes, spend, weighted_error
+from rsv_format.quantizer.importance import norm_gains, share_groups
+from rsv_format.quantizer.matrix import channel_scales, column_squares, group_transform, make_transform, quantize_matrix
+from rsv_format.quantizer.options import DEFAULT_BITS, IMPORTANCES, Importance, QuantizeOptions, table_bits
+from rsv_format.quantizer.synthetic import synthetic_importance
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
 from rsv_format.rotation import Floats, Transform
@@ -37,7 +40,6 @@ from rsv_format.sources import Source, SourceTensor, open_source
 from rsv_format.sources.experts import stack_experts
 from rsv_format.sources.imatrix import load_imatrix
 from rsv_format.summary import Summary, summarize
-from rsv_format.synthetic import synthetic_importance
 from rsv_format.writer import (
     AttachmentData,
     LayerData,
@@ -49,30 +51,9 @@ from rsv_format.writer import (
     write,
 )
 
-_DEFAULT_BITS = 4
-EMBEDDING_BITS = 5  # of tables: they cost little where 4 cost much (benchmarks/quality.py)
-_IMPORTANCES = ("auto", "gains", "none")
 _TABLES = frozenset({"embed_tokens", "wte", "lm_head"})  # one row a token
 
-Importance = str | os.PathLike[str] | Mapping[str, Floats]
 Progress = Callable[[int, int, str], None]
-
-
-def table_bits(embedding_bits: int | str | None, bits: int) -> int | None:
-    """Bits of an embedding table or a head, where other layers have `bits`; None if it is to stay as it is.
-
-    Raises
-    ------
-    RsvError
-        bad_argument: not an integer, "keep" or None.
-    """
-    if embedding_bits is None:
-        return max(EMBEDDING_BITS, bits)
-    if embedding_bits == "keep":
-        return None
-    if isinstance(embedding_bits, int):
-        return embedding_bits
-    raise RsvError("bad_argument", "embedding_bits", f"{embedding_bits!r} is neither 1 to 8 nor 'keep'")
 
 
 @dataclass(frozen=True)
@@ -90,18 +71,9 @@ def quantize(
     source: str | os.PathLike[str] | Source,
     out: str | os.PathLike[str],
     *,
-    bits: int | None = None,
-    bits_per_weight: float | None = None,
-    embedding_bits: int | str | None = None,
-    codebook: str = "lloyd-max",
-    rotation: str = "hartley",
-    persist_rotation: bool = False,
-    seed: int = 0,
-    importance: Importance = "auto",
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
     threads: int | None = None,
     progress: Progress | None = None,
+    **options: Any,
 ) -> QuantizeReport:
     """Quantize the linear layers of a model into an RSV file; keep its other tensors, config and tokenizer.
 
@@ -111,26 +83,13 @@ def quantize(
         What `open_source` takes, or gave.
     out : path
         Written whole or not at all.
-    bits, codebook, rotation, persist_rotation, seed, threads
-        As `quantize_matrix`; 4 bits unless given.
-    bits_per_weight : float, optional
-        Instead of bits: linear layers get as many as all can have, 2 to 8, and those whose weighted error is
-        largest one more, so that the summary's bits_per_weight, which counts scales, transforms, header and
-        padding too, is at most this. Layers whose importance is not known count like the mean of the others.
-    embedding_bits : int or "keep", optional
-        1 to 8, of embedding tables and of heads that are not tied to one; "keep" leaves them as they are. If not
-        given, 5, or as many as the other layers if those have more.
-    importance : "auto", "gains", "none", path or mapping
-        "auto" runs the model on random tokens where its architecture is known, and takes the gains of the
-        norms that feed the layers, or nothing, where it is not. A path is that of a llama.cpp imatrix file. A
-        mapping goes from layer names to mean squared activations (in_features,). Of a stack of experts the
-        mean of theirs counts, (experts, in_features) or by the names that they have in the checkpoint.
-    include, exclude : patterns
-        Shell-style, on layer names such as "model.layers.0.mlp.up_proj"; exclude wins. Layers left out
-        are kept as tensors. Experts that are stacked are one layer: it goes by its own name, such as
-        "model.layers.0.mlp.switch_mlp.up_proj", and by each of theirs, "model.layers.0.mlp.experts.3.up_proj".
+    threads : int, optional
+        One per core if not given.
     progress : callable(done, total, name), optional
         Told the weights done, all of them, and the layer at work.
+    **options
+        The fields of `QuantizeOptions`: bits, bits_per_weight, embedding_bits, codebook, rotation,
+        persist_rotation, seed, importance, include, exclude.
 
     Raises
     ------
@@ -139,11 +98,7 @@ def quantize(
     """
     started = time.perf_counter()
     with _opened(source) as opened:
-        told = progress or _silent
-        job = _Job(
-            opened, bits, bits_per_weight, embedding_bits, codebook, rotation, persist_rotation, seed, threads,
-            include, exclude, importance, told,
-        )  # fmt: skip
+        job = _Job(opened, QuantizeOptions(**options), threads, progress or _silent)
         job.write(out)
     with open_file(out) as file:
         if _repeats(file):
@@ -154,30 +109,16 @@ def quantize(
 def quantize_layers(
     source: str | os.PathLike[str] | Source,
     *,
-    bits: int | None = None,
-    bits_per_weight: float | None = None,
-    embedding_bits: int | str | None = None,
-    codebook: str = "lloyd-max",
-    rotation: str = "hartley",
-    persist_rotation: bool = False,
-    seed: int = 0,
-    importance: Importance = "auto",
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
     threads: int | None = None,
     progress: Progress | None = None,
+    **options: Any,
 ) -> Iterator[LayerData]:
     """The layers that `quantize` writes, one at a time, without a file; parameters and errors are the same.
 
     Layers with one input come one after the other and share one Transform object.
     """
     with _opened(source) as opened:
-        told = progress or _silent
-        job = _Job(
-            opened, bits, bits_per_weight, embedding_bits, codebook, rotation, persist_rotation, seed, threads,
-            include, exclude, importance, told,
-        )  # fmt: skip
-        yield from job.quantized()
+        yield from _Job(opened, QuantizeOptions(**options), threads, progress or _silent).quantized()
 
 
 def save(file: File, path: str | os.PathLike[str]) -> None:
@@ -208,22 +149,13 @@ class _Job:
     """One run of `quantize`: first the header, of which only the digests are missing, then the blobs."""
 
     source: Source
-    bits: int | None
-    bits_per_weight: float | None
-    embedding_bits: int | str | None
-    codebook: str
-    rotation: str
-    persist_rotation: bool
-    seed: int
+    options: QuantizeOptions
     threads: int | None
-    include: Sequence[str]
-    exclude: Sequence[str]
-    wanted_importance: Importance
     progress: Progress
 
     def __post_init__(self) -> None:
         self.plain_bits = self._plain_bits()
-        make_transform(1, rotation=self.rotation, seed=self.seed)
+        make_transform(1, rotation=self.options.rotation, seed=self.options.seed)
         # sorted, so that the result does not depend on the order of the source
         names = sorted(name.removesuffix(".weight") for name in self.source.tensors if self.source.is_linear(name))
         self.layer_bits = dict.fromkeys(filter(self._chosen, names), self.plain_bits)
@@ -234,9 +166,9 @@ class _Job:
             raise RsvError("bad_argument", self.source.path, f"none of {len(names)} linear layers is chosen")
         self.biases = {name: bias for name in self.layers if (bias := self._bias(name)) is not None}
         self.groups = [part for group in share_groups(self.layers) for part in self._same_width(group)]
-        self.importance = self._shared_importance(self._importance(self.wanted_importance))
-        if self.bits_per_weight is not None:
-            self.layer_bits = self._spent(self.bits_per_weight)
+        self.importance = self._shared_importance(self._importance(self.options.importance))
+        if self.options.bits_per_weight is not None:
+            self.layer_bits = self._spent(self.options.bits_per_weight)
 
     def write(self, out: str | os.PathLike[str]) -> None:
         """Stream everything into a file."""
@@ -244,7 +176,7 @@ class _Job:
         positions = {layer.name: layer.transform for layer in header.layers}
         with Writer(out, header) as writer:
             for i, entry in enumerate(header.codebooks):
-                writer.codebook(i, make_codebook(self.codebook, entry.bits))
+                writer.codebook(i, make_codebook(self.options.codebook, entry.bits))
             written: set[int] = set()
             for layer in self.quantized():
                 position = positions[layer.name]
@@ -278,7 +210,7 @@ class _Job:
         for group in self.groups:
             dim, weighted = self._weight(group[0]).shape[-1], group[0] in self.importance
             entry, position = self._transform_entry(dim, weighted), len(transforms)
-            if self.rotation == "haar" and not weighted:
+            if self.options.rotation == "haar" and not weighted:
                 position = haar.setdefault(dim, position)
             if entry is not None and position == len(transforms):
                 transforms.append(entry)
@@ -323,31 +255,26 @@ class _Job:
             "generator": f"rsv-format {own}",
             "source": Path(self.source.path).name,
             "source.kind": self.source.kind,
-            "quantizer.codebook": self.codebook,
-            "quantizer.rotation": self.rotation,
-            "quantizer.seed": str(self.seed),
+            "quantizer.codebook": self.options.codebook,
+            "quantizer.rotation": self.options.rotation,
+            "quantizer.seed": str(self.options.seed),
             "quantizer.importance": self._named_importance(),
         }
-        if self.bits_per_weight is not None:
-            metadata["quantizer.bits_per_weight"] = f"{self.bits_per_weight:g}"
+        if self.options.bits_per_weight is not None:
+            metadata["quantizer.bits_per_weight"] = f"{self.options.bits_per_weight:g}"
         return metadata
 
     def _plain_bits(self) -> int:
         """The bits of a linear layer, before any budget."""
-        bits = _DEFAULT_BITS if self.bits is None else self.bits
-        for one in (bits, table_bits(self.embedding_bits, bits)):
+        bits = DEFAULT_BITS if self.options.bits is None else self.options.bits
+        for one in (bits, table_bits(self.options.embedding_bits, bits)):
             if one is not None:
-                make_codebook(self.codebook, one)
-        if self.bits_per_weight is not None:
-            if self.bits is not None:
-                raise RsvError("bad_argument", "bits_per_weight", "cannot be had with a number of bits for all layers")
-            if not 0 < self.bits_per_weight < float("inf"):
-                raise RsvError("bad_argument", "bits_per_weight", f"{self.bits_per_weight} is no positive number")
+                make_codebook(self.options.codebook, one)
         return bits
 
     def _table_bits(self) -> dict[str, int]:
         """Embedding tables and heads, if they are to be layers."""
-        bits = table_bits(self.embedding_bits, self.plain_bits)
+        bits = table_bits(self.options.embedding_bits, self.plain_bits)
         if bits is None:
             return {}
         tables = [
@@ -356,7 +283,7 @@ class _Job:
             if name.split(".")[-1] == "weight" and name.split(".")[-2:][0] in _TABLES
             and tensor.dtype in FLOAT_DTYPES and len(tensor.shape) == 2
         ]  # fmt: skip
-        if self.embedding_bits is not None and not tables:
+        if self.options.embedding_bits is not None and not tables:
             raise RsvError("bad_argument", "embedding_bits", "the source has no embedding table")
         return dict.fromkeys(tables, bits)
 
@@ -368,7 +295,7 @@ class _Job:
             return quantized_nbytes(self._header({**bits, **self.fixed_bits}))
 
         limit = int(bits_per_weight * weights / 8)
-        bits = spend(self._demands(), kind=self.codebook, limit=limit, size=size)
+        bits = spend(self._demands(), kind=self.options.codebook, limit=limit, size=size)
         return bits | self.fixed_bits
 
     def _demands(self) -> list[Demand]:
@@ -395,15 +322,15 @@ class _Job:
 
     def _named_importance(self) -> str:
         """What was asked for; a file's path or a mapping is just "given"."""
-        wanted = self.wanted_importance
-        return wanted if isinstance(wanted, str) and wanted in _IMPORTANCES else "given"
+        wanted = self.options.importance
+        return wanted if isinstance(wanted, str) and wanted in IMPORTANCES else "given"
 
     def _importance(self, importance: Importance) -> Mapping[str, Floats]:
         """Mean squared activations of the layers for which they are known."""
         if importance == "none":
             return {}
         if importance == "auto":
-            return synthetic_importance(self.source, self.seed, self.progress) or self._norm_gains()
+            return synthetic_importance(self.source, self.options.seed, self.progress) or self._norm_gains()
         if importance == "gains":
             return self._norm_gains()
         found = importance if isinstance(importance, Mapping) else load_imatrix(Path(importance))
@@ -442,10 +369,10 @@ class _Job:
     def _transform_entry(self, dim: int, weighted: bool) -> TransformEntry | None:
         """What `make_transform` will make, before the numbers are known."""
         scales = np.ones(dim) if weighted else None
-        if self.rotation == "haar" and dim > 1:
-            kind, seed = ("matrix", None) if self.persist_rotation else ("haar", self.seed)
+        if self.options.rotation == "haar" and dim > 1:
+            kind, seed = ("matrix", None) if self.options.persist_rotation else ("haar", self.options.seed)
             return TransformEntry(dim, 1, diagonal_entry("values" if weighted else None), factor_entry(kind, seed))
-        transform = make_transform(dim, rotation=self.rotation, scales=scales)
+        transform = make_transform(dim, rotation=self.options.rotation, scales=scales)
         return None if transform is None else transform_entry(transform)
 
     def _transform(self, group: list[str], held: Mapping[str, Floats]) -> Transform | None:
@@ -453,9 +380,9 @@ class _Job:
             self._weight(group[0]).shape[-1],
             (x for name in group for x in ([held[name]] if name in held else self._matrices(name))),
             name=group[0],
-            rotation=self.rotation,
-            persist_rotation=self.persist_rotation,
-            seed=self.seed,
+            rotation=self.options.rotation,
+            persist_rotation=self.options.persist_rotation,
+            seed=self.options.seed,
             importance=self.importance.get(group[0]),
         )
 
@@ -465,7 +392,7 @@ class _Job:
             weight,
             name=name,
             bits=self.layer_bits[name],
-            codebook=self.codebook,
+            codebook=self.options.codebook,
             rotation="none",
             transform=transform,
             bias=None if bias is None else bias.read().reshape(-1),
@@ -479,7 +406,7 @@ class _Job:
         def matches(patterns: Iterable[str]) -> bool:
             return any(fnmatch.fnmatchcase(x, pattern) for pattern in patterns for x in names)
 
-        return (not self.include or matches(self.include)) and not matches(self.exclude)
+        return (not self.options.include or matches(self.options.include)) and not matches(self.options.exclude)
 
     def _names(self, name: str) -> list[str]:
         """A layer's name and, of a stack, those of the experts in the checkpoint."""

@@ -1,0 +1,8 @@
+"""What produces the content of a file; readers need none of it.
+
+Modules, bottom up:
+
+- options: the choices there are;  matrix: quantize one matrix;  budget: bits for each of several
+- importance: what an architecture tells of its layers;  decoder: a model run in numpy;  synthetic: on random tokens
+- conversion: a model into a file
+"""
