@@ -119,6 +119,7 @@ def quantize_layers(
     """
     with _opened(source) as opened:
         yield from _Job(opened, QuantizeOptions(**options), threads, progress or _silent).quantized()
+        opened.check_unchanged()
 
 
 def save(file: File, path: str | os.PathLike[str]) -> None:
@@ -188,6 +189,7 @@ class _Job:
                 writer.tensor(name, self.source.tensors[name].read())
             for name, (_, data) in self.source.attachments.items():
                 writer.attachment(name, data)
+            self.source.check_unchanged()  # raised here, it leaves nothing behind
 
     def quantized(self) -> Iterator[LayerData]:
         """The layers, group by group; a group's dense matrices are in memory together, its stacks one by one."""

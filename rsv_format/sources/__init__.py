@@ -29,7 +29,8 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
     Returns
     -------
     Source
-        A context manager; its tensors go by their Hugging Face names, stacks of experts by mlx-lm's.
+        A context manager that holds its files open; tensors go by their Hugging Face names, stacks of experts by
+        mlx-lm's.
 
     Raises
     ------

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,6 +49,46 @@ class SourceTensor:
     experts: tuple[SourceTensor, ...] = ()
 
 
+class SourceFile:
+    """A file that stays open while its source is: tensors that are read later are of the same file.
+
+    The path may come to mean another one meanwhile, as when a download or git replaces it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with reading(str(path)):
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self.close = weakref.finalize(self, os.close, descriptor)
+            self._descriptor = descriptor
+            self._opened = _identity(os.fstat(descriptor))
+
+    def read(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int, where: str) -> Array:
+        """An array of the bytes from an offset on; `source_invalid` where the file ends before it does."""
+        if not self.close.alive:
+            raise RsvError("closed", where, "the source is closed")
+        array: Array = np.empty(shape, dtype)
+        missing = array.reshape(-1).view(np.uint8).data
+        while missing:
+            with reading(where):
+                count = os.preadv(self._descriptor, [missing], offset)
+            if count == 0:
+                raise RsvError("source_invalid", where, f"the file ends {len(missing)} bytes too early")
+            missing, offset = missing[count:], offset + count
+        return array
+
+    def check_unchanged(self) -> None:
+        """Raise RsvError `io_error` unless the path means this file, of the size and time that it was opened with."""
+        with reading(str(self.path)):
+            changed = _identity(os.stat(self.path)) != self._opened
+        if changed:
+            raise RsvError("io_error", str(self.path), "was changed or replaced while it was read")
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
 @dataclass
 class Source:
     """An opened model: tensors by Hugging Face name, the config, and attachments (media type, bytes)."""
@@ -56,6 +98,7 @@ class Source:
     tensors: dict[str, SourceTensor]
     config: dict[str, Any] | None = None
     attachments: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+    files: tuple[SourceFile, ...] = ()
 
     def is_linear(self, name: str) -> bool:
         """Whether a tensor is the weight of a linear layer, (out, in), or expert stack, (n, out, in)."""
@@ -72,9 +115,16 @@ class Source:
             or any("embed" in parent for parent in parents)
         )
 
+    def check_unchanged(self) -> None:
+        """Raise RsvError `io_error` if a file is no longer the one that was opened."""
+        for file in self.files:
+            file.check_unchanged()
+
     def close(self) -> None:
-        """Forget the tensors, and with them the files they are read from."""
+        """Forget the tensors and close the files that they are read from."""
         self.tensors = {}
+        for file in self.files:
+            file.close()
 
     def __enter__(self) -> Source:
         return self

@@ -17,6 +17,7 @@ from rsv_format.sources.base import (
     Array,
     Floats,
     Source,
+    SourceFile,
     SourceTensor,
     from_float32,
     json_attachment,
@@ -43,7 +44,9 @@ def open_file(path: Path) -> Source:
         cannot hold; `source_unsupported` for an architecture, tensor, tensor type, rope scaling or tokenizer
         that is not known, or without the gguf and tokenizers packages.
     """
+    file = SourceFile(path)
     reader, metadata = open_gguf(path)
+    file.check_unchanged()  # what is mapped is what was opened
     where = str(path)
     kind = architecture(metadata)
     stored = {tensor.name: tensor for tensor in reader.tensors}
@@ -62,7 +65,7 @@ def open_file(path: Path) -> Source:
     dtype = _TORCH_DTYPES[embedding.dtype]
     config = build_config(metadata, kind, tensors.keys(), embedding.shape[0], dtype, rope)
     attachments = {"config.json": json_attachment(config), **tokenizer_attachments(metadata)}
-    return Source("gguf", where, tensors, config, attachments)
+    return Source("gguf", where, tensors, config, attachments, (file,))
 
 
 def _check_types(stored: dict[str, Any], where: str) -> None:

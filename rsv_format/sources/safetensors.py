@@ -12,14 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rsv_format.dtypes import NUMPY_DTYPE
 from rsv_format.errors import RsvError
 from rsv_format.sources import mlx_affine
 from rsv_format.sources.base import (
-    Array,
     Source,
+    SourceFile,
     SourceTensor,
     dense_tensor,
     json_attachment,
@@ -57,7 +55,8 @@ def open_file(path: Path) -> Source:
     RsvError
         `io_error`, `source_invalid`, or `source_unsupported` for an unknown dtype or a missing library.
     """
-    return _with_config("safetensors", path, read_file(path), path.parent)
+    file = SourceFile(path)
+    return _with_config("safetensors", path, read_file(file), (file,), path.parent)
 
 
 def open_folder(path: Path) -> Source:
@@ -69,67 +68,70 @@ def open_folder(path: Path) -> Source:
         As `open_file`; `source_invalid` too where the index and the files disagree, or no weights are there.
     """
     index = path / INDEX
-    return _with_config("folder", path, _read_sharded(index) if index.exists() else _read_unindexed(path), path)
+    tensors, files = _read_sharded(index) if index.exists() else _read_unindexed(path)
+    return _with_config("folder", path, tensors, files, path)
 
 
-def read_file(path: Path) -> dict[str, SourceTensor]:
+def read_file(file: SourceFile) -> dict[str, SourceTensor]:
     """The tensors of one file, in the order of their data."""
-    where = str(path)
+    where = str(file.path)
     safetensors = library("safetensors", where)
     tensors: dict[str, SourceTensor] = {}
-    with reading(where), safetensors.safe_open(where, framework="numpy") as file:
-        with path.open("rb") as raw:
-            offset = 8 + int.from_bytes(raw.read(8), "little")
-        for name in file.offset_keys():
-            header = file.get_slice(name)
+    offset = 8 + int.from_bytes(file.read("u1", (8,), 0, where).tobytes(), "little")
+    with reading(where), safetensors.safe_open(where, framework="numpy") as opened:
+        for name in opened.offset_keys():
+            header = opened.get_slice(name)
             dtype, shape = header.get_dtype(), tuple(header.get_shape())
+            place = f"{where}: {name}"
             if dtype not in _DTYPES:
-                raise RsvError("source_unsupported", f"{where}: {name}", f"tensors of dtype {dtype} cannot be kept")
+                raise RsvError("source_unsupported", place, f"tensors of dtype {dtype} cannot be kept")
             kept = _DTYPES[dtype]
-            tensors[name] = dense_tensor(name, kept, shape, partial(_read, path, name, kept, shape, offset))
+            read = partial(file.read, NUMPY_DTYPE[kept], shape, offset, place)
+            tensors[name] = dense_tensor(name, kept, shape, read)
             offset += math.prod(shape) * NUMPY_DTYPE[kept].itemsize
+    file.check_unchanged()  # the library has opened the path again
     return tensors
 
 
-def _read(path: Path, name: str, dtype: str, shape: tuple[int, ...], offset: int) -> Array:
-    with reading(f"{path}: {name}"):
-        return np.fromfile(path, NUMPY_DTYPE[dtype], count=math.prod(shape), offset=offset).reshape(shape)
-
-
-def _read_sharded(index: Path) -> dict[str, SourceTensor]:
+def _read_sharded(index: Path) -> tuple[dict[str, SourceTensor], tuple[SourceFile, ...]]:
     where = str(index)
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise RsvError("source_invalid", where, "weight_map does not map tensor names to file names")
+    files: list[SourceFile] = []
     shards: dict[str, dict[str, SourceTensor]] = {}
     for file in sorted(set(weight_map.values())):
         if not file.endswith(".safetensors") or "/" in file or "\\" in file or "\0" in file:
             raise RsvError("source_invalid", where, f"{file!r} is not the plain name of a .safetensors file")
         if not (index.parent / file).exists():
             raise RsvError("source_invalid", where, f"{file} is missing")
-        shards[file] = read_file(index.parent / file)
+        files.append(SourceFile(index.parent / file))
+        shards[file] = read_file(files[-1])
     for name, file in weight_map.items():
         if name not in shards[file]:
             raise RsvError("source_invalid", where, f"{file} has no tensor {name!r}")
-    return {name: shards[file][name] for name, file in weight_map.items()}
+    return {name: shards[file][name] for name, file in weight_map.items()}, tuple(files)
 
 
-def _read_unindexed(folder: Path) -> dict[str, SourceTensor]:
+def _read_unindexed(folder: Path) -> tuple[dict[str, SourceTensor], tuple[SourceFile, ...]]:
     whole = folder / "model.safetensors"
     tensors: dict[str, SourceTensor] = {}
-    for file in [whole] if whole.exists() else sorted(folder.glob("*.safetensors")):
+    files = tuple(map(SourceFile, [whole] if whole.exists() else sorted(folder.glob("*.safetensors"))))
+    for file in files:
         shard = read_file(file)
         if twice := tensors.keys() & shard.keys():
-            raise RsvError("source_invalid", str(file), f"tensor {min(twice)!r} is in another file too")
+            raise RsvError("source_invalid", str(file.path), f"tensor {min(twice)!r} is in another file too")
         tensors |= shard
     if not tensors:
         raise RsvError("source_invalid", str(folder), "holds no weights in .safetensors files")
-    return tensors
+    return tensors, files
 
 
-def _with_config(kind: str, path: Path, tensors: dict[str, SourceTensor], folder: Path) -> Source:
+def _with_config(
+    kind: str, path: Path, tensors: dict[str, SourceTensor], files: tuple[SourceFile, ...], folder: Path
+) -> Source:
     if not (folder / "config.json").exists():
-        return Source(kind, str(path), tensors)
+        return Source(kind, str(path), tensors, files=files)
     config = read_json_object(folder / "config.json")
     if mlx_affine.is_quantized(config, str(path)):
         kind, tensors, config = (
@@ -137,7 +139,7 @@ def _with_config(kind: str, path: Path, tensors: dict[str, SourceTensor], folder
             mlx_affine.dequantized(tensors, config, str(path)),
             mlx_affine.stripped(config),
         )
-    return stack_experts(Source(kind, str(path), tensors, config, _attachments(folder, config)))
+    return stack_experts(Source(kind, str(path), tensors, config, _attachments(folder, config), files))
 
 
 def _attachments(folder: Path, config: dict[str, Any]) -> dict[str, tuple[str, bytes]]:
