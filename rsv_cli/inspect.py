@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from rsv_format.summary import Summary
 
 _MEANING = {
-    "indices": "one code per weight",
+    "codes": "so many bits for each weight",
     "scales": "one float32 per row",
     "biases": "as the model had them",
-    "codebooks": "what the codes stand for",
+    "codebooks": "the numbers that codes stand for",
     "diagonals": "signs or scales of input channels",
     "factors": "rotation matrices, or their witnesses",
     "header": "names, shapes, digests",

@@ -41,7 +41,7 @@ def quantize(
     ],
     bits: Annotated[
         int | None,
-        typer.Option("--bits", "-b", min=1, max=8, help="Bits per index, the same for all layers.", show_default="4"),
+        typer.Option("--bits", "-b", min=1, max=8, help="Bits of a code, the same for all layers.", show_default="4"),
     ] = None,
     bits_per_weight: Annotated[
         float | None,

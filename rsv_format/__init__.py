@@ -3,7 +3,7 @@
 Modules, bottom up:
 
 - errors, limits: codes and fixed sizes
-- layout: prologue, sizes and offsets;  packing: indices to words;  dtypes: element types
+- layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
 - codebook: centroids;  rotation: transforms
 - header: JSON to structs;  validate: rules between entries, the walk over the blobs
 - payload: checks of values;  reader: open and view;  verify: check it all;  writer: stream into place

@@ -55,7 +55,7 @@ def uniform_step(centroids: NDArray[np.float32]) -> float | None:
 
 
 def boundaries(centroids: NDArray[np.float32]) -> NDArray[np.float32]:
-    """float32 (2**bits - 1,): a value's index is the number of boundaries below it."""
+    """float32 (2**bits - 1,): a value's code is the number of boundaries below it."""
     wide = centroids.astype(np.float64)
     return ((wide[1:] + wide[:-1]) / 2).astype(np.float32)
 

@@ -69,6 +69,11 @@ class CodebookEntry(_Entry, frozen=True):
     bits: Annotated[int, Meta(ge=1, le=MAX_BITS)]
     sha256: _Sha256
 
+    @property
+    def window(self) -> int:
+        """Bits of an index."""
+        return self.bits
+
 
 class SignsEntry(_Tagged, frozen=True, tag="signs"):
     """A diagonal of 1 and -1."""

@@ -112,7 +112,7 @@ def place(header_nbytes: int, sizes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def row_words(in_features: int, bits: int) -> int:
-    """uint32 words in a row of indices: 32 codes are `bits` words."""
+    """uint32 words in a row of codes: 32 of them are `bits` words."""
     return -(-in_features // 32) * bits
 
 
@@ -122,7 +122,7 @@ class LayerLayout:
 
     rows: int
     row_words: int
-    indices_nbytes: int
+    codes_nbytes: int
     scales_offset: int
     scales_nbytes: int
     bias_offset: int
@@ -132,15 +132,15 @@ class LayerLayout:
 
 @lru_cache(maxsize=1024)
 def layer_layout(in_features: int, rows: int, bits: int, bias: str | None) -> LayerLayout:
-    """Where indices, scales and bias of a layer lie: each starts on a cell, the blob ends with the last."""
+    """Where codes, scales and bias of a layer lie: each starts on a cell, the blob ends with the last."""
     words = row_words(in_features, bits)
-    indices_nbytes = rows * words * 4
-    scales_offset = align(indices_nbytes, CELL)
+    codes_nbytes = rows * words * 4
+    scales_offset = align(codes_nbytes, CELL)
     scales_nbytes = rows * 4
     scales_end = scales_offset + scales_nbytes
     bias_offset = align(scales_end, CELL)
     bias_nbytes = rows * DTYPE_NBYTES[bias] if bias else 0
     return LayerLayout(
-        rows, words, indices_nbytes, scales_offset, scales_nbytes, bias_offset, bias_nbytes,
+        rows, words, codes_nbytes, scales_offset, scales_nbytes, bias_offset, bias_nbytes,
         bias_offset + bias_nbytes if bias else scales_end,
     )  # fmt: skip

@@ -1,9 +1,11 @@
-"""Indices: 32 codes of b bits are b little-endian uint32 words, LSB first, back to back (SPEC section 5).
+"""Codes: 32 of b bits are b little-endian uint32 words, LSB first, back to back (SPEC section 5).
 
 Eight codes are exactly b bytes, so both directions work on groups of eight codes held in one uint64.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,6 +101,35 @@ def unpack_padded(words: NDArray[np.uint32], bits: int) -> NDArray[np.uint8]:
         fields = fields & low
         fields |= odd
     return fields.view(np.uint8).reshape(shape)
+
+
+def window_indices(codes: NDArray[np.uint8], bits: int, window: int) -> NDArray[np.uint8 | np.uint16]:
+    """The indices of rows of codes: `window` bits from the start of each code on, over the row's end to its start.
+
+    Parameters
+    ----------
+    codes : uint8 (rows, in_features)
+    bits : int
+        Of a code.
+    window : int
+        Of an index, `bits` to 16.
+
+    Returns
+    -------
+    (rows, in_features), uint8 for a window of at most 8, else uint16. SPEC section 5.
+    """
+    if window == bits:
+        return codes
+    in_features, reach = codes.shape[1], -(-window // bits)  # codes that a window touches
+    following = np.take(codes, np.arange(reach - 1) % in_features, axis=1)
+    indices: NDArray[Any] = np.concatenate([codes, following], axis=1, dtype=np.uint8 if window <= 8 else np.uint16)
+    have = 1  # codes in each index so far; the others, doubled, follow
+    while have < reach:
+        step = min(have, reach - have)
+        indices = indices[:, :-step] | (indices[:, step:] << (step * bits))
+        have += step
+    indices &= 2**window - 1
+    return indices
 
 
 def _check_bits(bits: int) -> None:

@@ -61,11 +61,11 @@ def factor_faults(transform: Transform, where: str) -> Faults:
         yield RsvError(e.code, where, e.detail)
 
 
-def indices_faults(indices: NDArray[np.uint32], bits: int, in_features: int, where: str) -> Faults:
+def codes_faults(codes: NDArray[np.uint32], bits: int, in_features: int, where: str) -> Faults:
     """padding_nonzero of the codes that fill up a row."""
     if in_features % 32 == 0:
         return
-    last = indices[:, -bits:]  # the last 32 codes of each row
+    last = codes[:, -bits:]  # the last 32 codes of each row
     rows = _CHUNK // 128
     for start in range(0, last.shape[0], rows):
         if unpack_padded(last[start : start + rows], bits)[:, in_features % 32 :].any():

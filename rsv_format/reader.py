@@ -21,7 +21,7 @@ from rsv_format.errors import RsvError
 from rsv_format.header import AttachmentEntry, Header, LayerEntry, TensorEntry, parse_header
 from rsv_format.layout import LayerLayout, blobs_start, header_digest, layer_layout, parse_prologue
 from rsv_format.limits import PROLOGUE_NBYTES
-from rsv_format.packing import unpack_padded
+from rsv_format.packing import unpack_padded, window_indices
 from rsv_format.rotation import Floats, Transform
 from rsv_format.validate import Blob, check_references, walk
 
@@ -178,8 +178,8 @@ class File:
         return _Lazy(names, lambda i: Attachment(self, self.header.attachments[i], self._blob("attachment", i)))
 
     def codebook(self, index: int) -> NDArray[np.float32]:
-        """Centroids of a codebook of the table, float32 (2**bits,)."""
-        return self.view(self._blob("codebook", index).offset, "f32", (2 ** self.header.codebooks[index].bits,))
+        """Centroids of a codebook of the table, float32 (2**window,)."""
+        return self.view(self._blob("codebook", index).offset, "f32", (2 ** self.header.codebooks[index].window,))
 
     def transform(self, index: int) -> Transform:
         """A transform of the table; the same object each time, so that what it derives is derived once."""
@@ -305,8 +305,13 @@ class Layer:
 
     @property
     def bits(self) -> int:
-        """Bits of an index."""
+        """Bits of a code."""
         return self.file.header.codebooks[self.entry.codebook].bits
+
+    @property
+    def window(self) -> int:
+        """Bits of an index, which selects a centroid."""
+        return self.file.header.codebooks[self.entry.codebook].window
 
     @property
     def bias_dtype(self) -> str | None:
@@ -330,16 +335,16 @@ class Layer:
 
     @property
     def parts(self) -> list[tuple[str, int, int]]:
-        """(kind, offset in the file, nbytes) of indices, scales and bias."""
-        at, parts = self.layout, [("indices", self.offset, self.layout.indices_nbytes)]
+        """(kind, offset in the file, nbytes) of codes, scales and bias."""
+        at, parts = self.layout, [("codes", self.offset, self.layout.codes_nbytes)]
         parts.append(("scales", self.offset + at.scales_offset, at.scales_nbytes))
         if self.bias_dtype:
             parts.append(("bias", self.offset + at.bias_offset, at.bias_nbytes))
         return parts
 
     @property
-    def indices(self) -> NDArray[np.uint32]:
-        """Packed indices, uint32 (stack * out_features, row_words)."""
+    def codes(self) -> NDArray[np.uint32]:
+        """Packed codes, uint32 (stack * out_features, row_words)."""
         return self.file.view(self.offset, "u32", (self.layout.rows, self.layout.row_words))
 
     @property
@@ -366,7 +371,7 @@ class Layer:
 
     @property
     def codebook(self) -> NDArray[np.float32]:
-        """Centroids, float32 (2**bits,)."""
+        """Centroids, float32 (2**window,)."""
         return self.file.codebook(self.entry.codebook)
 
     @property
@@ -380,8 +385,12 @@ class Layer:
         return None if self.entry.transform is None else self.file.transform(self.entry.transform)
 
     def unpack(self) -> NDArray[np.uint8]:
-        """The indices, uint8 (stack * out_features, in_features)."""
-        return unpack_padded(self.indices, self.bits)[:, : self.in_features]
+        """The codes, uint8 (stack * out_features, in_features)."""
+        return self._unpacked(slice(None))
+
+    def indices(self) -> NDArray[np.uint8 | np.uint16]:
+        """What selects the centroids, (stack * out_features, in_features): uint8, or uint16 for windows above 8."""
+        return window_indices(self.unpack(), self.bits, self.window)
 
     def dequantize_rotated(self) -> NDArray[np.float32]:
         """W_rot, float32 (stack * out_features, in_features), bit-exact (SPEC section 8)."""
@@ -432,12 +441,14 @@ class Layer:
 
     def _rotated(self) -> Iterator[tuple[slice, NDArray[np.float32]]]:
         """W_rot by chunks of rows."""
-        indices, scales, codebook = self.indices, self.scales, self.codebook
+        scales, codebook = self.scales, self.codebook
         step = max(1, _ROWS_NBYTES // (4 * self.in_features))
         for start in range(0, self.layout.rows, step):
             rows = slice(start, min(start + step, self.layout.rows))
-            codes = unpack_padded(indices[rows], self.bits)[:, : self.in_features]
-            yield rows, codebook[codes] * scales[rows, None]
+            yield rows, codebook[window_indices(self._unpacked(rows), self.bits, self.window)] * scales[rows, None]
+
+    def _unpacked(self, rows: slice) -> NDArray[np.uint8]:
+        return unpack_padded(self.codes[rows], self.bits)[:, : self.in_features]
 
 
 @dataclass(frozen=True, eq=False)

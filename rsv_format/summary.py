@@ -9,11 +9,11 @@ from rsv_format.limits import PROLOGUE_NBYTES
 from rsv_format.reader import File, open
 
 KINDS: tuple[str, ...] = (
-    "indices", "scales", "biases", "codebooks", "diagonals", "factors", "header", "padding", "tensors", "attachments",
+    "codes", "scales", "biases", "codebooks", "diagonals", "factors", "header", "padding", "tensors", "attachments",
 )  # fmt: skip
 _BLOB_KINDS = {"codebook": "codebooks", "diagonal": "diagonals", "factor": "factors", "tensor": "tensors",
                "attachment": "attachments"}  # fmt: skip
-_PART_KINDS = {"indices": "indices", "scales": "scales", "bias": "biases"}
+_PART_KINDS = {"codes": "codes", "scales": "scales", "bias": "biases"}
 
 
 @dataclass(frozen=True)

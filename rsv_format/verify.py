@@ -12,10 +12,10 @@ from rsv_format.layout import blobs_start
 from rsv_format.payload import (
     Faults,
     codebook_faults,
+    codes_faults,
     diagonal_faults,
     factor_faults,
     floats_faults,
-    indices_faults,
 )
 from rsv_format.reader import File, Source, open
 from rsv_format.validate import Blob
@@ -97,6 +97,6 @@ def _content(file: File, blob: Blob, where: str) -> Faults:
         ends = [offset + nbytes for _, offset, nbytes in layer.parts]
         for end, (_, offset, _) in zip(ends[:-1], layer.parts[1:], strict=True):
             yield from _gap(file, end, offset)
-        yield from indices_faults(layer.indices, layer.bits, layer.in_features, where)
+        yield from codes_faults(layer.codes, layer.bits, layer.in_features, where)
         yield from floats_faults(layer.scales, f"{where} scales")
         yield from floats_faults(layer.bias_float32(), f"{where} bias")

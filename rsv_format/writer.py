@@ -38,7 +38,7 @@ from rsv_format.header import (
 )
 from rsv_format.layout import build_prologue, layer_layout
 from rsv_format.limits import MAX_HEADER_NBYTES, PROLOGUE_NBYTES
-from rsv_format.payload import codebook_faults, diagonal_faults, factor_faults, floats_faults, indices_faults
+from rsv_format.payload import codebook_faults, codes_faults, diagonal_faults, factor_faults, floats_faults
 from rsv_format.rotation import Transform
 from rsv_format.validate import Blob, check_references, walk
 
@@ -53,10 +53,12 @@ class LayerData:
     ----------
     name : str
     in_features : int
-    indices : uint32 (stack * out_features, ceil(in_features / 32) * bits)
+    bits : int
+        Of a code.
+    codes : uint32 (stack * out_features, ceil(in_features / 32) * bits)
         Packed, see `pack`.
     scales : float32 (stack * out_features,)
-    codebook : float32 (2**bits,)
+    codebook : float32 (2**window,)
     transform : Transform, optional
         None is the identity.
     bias : (stack * out_features,), optional
@@ -68,7 +70,8 @@ class LayerData:
 
     name: str
     in_features: int
-    indices: NDArray[np.uint32]
+    bits: int
+    codes: NDArray[np.uint32]
     scales: NDArray[np.float32]
     codebook: NDArray[np.float32]
     transform: Transform | None = None
@@ -77,9 +80,9 @@ class LayerData:
     stack: int = 1
 
     @property
-    def bits(self) -> int:
-        """Bits of an index."""
-        return max(1, int(self.codebook.size).bit_length() - 1)
+    def window(self) -> int:
+        """Bits of an index, which selects a centroid."""
+        return int(self.codebook.size).bit_length() - 1
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,10 @@ def write(
         phases: no reader would take the file. SPEC section 11.
     """
     layers, tensors, attachments = list(layers), dict(tensors or {}), dict(attachments or {})
-    codebooks, transforms = _Table[NDArray[np.float32]](), _Table[Transform]()
+    codebooks, transforms = _Table[LayerData](), _Table[Transform]()
     entries = []
     for layer in sorted(layers, key=lambda layer: layer.name):
-        codebook = codebooks.add(layer.codebook.astype("<f4").tobytes(), layer.codebook)
+        codebook = codebooks.add((layer.bits, layer.codebook.astype("<f4").tobytes()), layer)
         transform = None
         if layer.transform is not None:
             transform = transforms.add(_transform_key(layer.transform), layer.transform)
@@ -141,7 +144,7 @@ def write(
             )
         )
     header = Header(
-        tuple(CodebookEntry(max(1, int(c.size).bit_length() - 1), NO_DIGEST) for c in codebooks.items),
+        tuple(CodebookEntry(user.bits, NO_DIGEST) for user in codebooks.items),
         tuple(transform_entry(t) for t in transforms.items),
         tuple(entries),
         tuple(TensorEntry(name, x.dtype, x.array.shape, NO_DIGEST) for name, x in tensors.items()),
@@ -151,8 +154,8 @@ def write(
         dict(extensions or {}),
     )
     with Writer(path, header) as writer:
-        for i, c in enumerate(codebooks.items):
-            writer.codebook(i, c)
+        for i, user in enumerate(codebooks.items):
+            writer.codebook(i, user.codebook)
         for i, t in enumerate(transforms.items):
             writer.transform(i, t)
         for layer in layers:
@@ -299,7 +302,7 @@ class Writer:
         """Write the centroids of the codebook at this position of the header that was given."""
         position = self._entry(self._codebooks, index)
         name = f"codebooks/{position}"
-        _fits(name, "codebook", centroids, "f32", (2 ** self._header.codebooks[position].bits,))
+        _fits(name, "codebook", centroids, "f32", (2 ** self._header.codebooks[position].window,))
         _refuse(codebook_faults(centroids, name))
         self._put(("codebook", name), [(0, _bytes(centroids, "f32"))])
 
@@ -315,16 +318,16 @@ class Writer:
             self._put(("factor", name), [(0, _bytes(transform.stored, "f32"))])
 
     def layer(self, data: LayerData) -> None:
-        """Write indices, scales and bias of a layer."""
+        """Write codes, scales and bias of a layer."""
         entry = self._entry(self._layers, data.name)
         bits = self._header.codebooks[entry.codebook].bits
         at = layer_layout(entry.in_features, entry.rows, bits, entry.bias)
-        _fits(data.name, "indices", data.indices, "u32", (at.rows, at.row_words))
+        _fits(data.name, "codes", data.codes, "u32", (at.rows, at.row_words))
         _fits(data.name, "scales", data.scales, "f32", (at.rows,))
-        indices = np.ascontiguousarray(data.indices, "<u4")
-        _refuse(indices_faults(indices, bits, entry.in_features, data.name))
+        codes = np.ascontiguousarray(data.codes, "<u4")
+        _refuse(codes_faults(codes, bits, entry.in_features, data.name))
         _refuse(floats_faults(data.scales, f"{data.name} scales"))
-        parts = [(0, _bytes(indices, "u32")), (at.scales_offset, _bytes(data.scales, "f32"))]
+        parts = [(0, _bytes(codes, "u32")), (at.scales_offset, _bytes(data.scales, "f32"))]
         if entry.bias is None and data.bias is not None:
             raise RsvError("content_invalid", data.name, "a bias that the header does not name (bias_dtype is missing)")
         if entry.bias is not None:

@@ -223,7 +223,7 @@ def slice_part(base: mx.array, start: int, part: Part) -> mx.array:
 
 
 def parts_of(item: rsv_format.Layer | rsv_format.Tensor) -> list[Part]:
-    """The arrays of a layer (indices, scales, bias) or of a tensor, as they lie in the file."""
+    """The arrays of a layer (codes, scales, bias) or of a tensor, as they lie in the file."""
     if isinstance(item, rsv_format.Tensor):
         return [(item.offset, item.dtype, item.shape)]
     at = item.layout

@@ -1,8 +1,8 @@
-"""Centroids, and products of activations with packed indices (SPEC sections 5, 6 and 8).
+"""Centroids, and products of activations with packed codes (SPEC sections 5, 6 and 8).
 
 Evenly spaced centroids run on mx.quantized_matmul. For others there are two ways, both by look-up:
 
-- many rows of activations: a table of the centroids of every pattern of a few indices unpacks and dequantizes
+- many rows of activations: a table of the centroids of every pattern of a few codes unpacks and dequantizes
   them at once; a slice of the weight becomes dense, is multiplied and forgotten.
 - few rows: a table of the sums of x_j * centroid over every pattern, for each group of columns, is made of the
   activations; then a product is one look-up and one addition per pattern, and no weight is made at all.
@@ -18,9 +18,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from rsv_format import RsvError
+
 _NATIVE_BITS = (2, 3, 4, 5, 6, 8)  # of mx.quantized_matmul
 _GROUP_SIZES = (128, 64, 32)  # its group sizes: 32 divides every padded row
-# bits of an index -> indices looked up together, as the widths of the tables' rows allow
+# bits of a code -> codes looked up together, as the widths of the tables' rows allow
 _WEIGHTS_TOGETHER = {1: 8, 2: 8, 3: 4, 4: 4, 5: 2, 6: 2, 7: 2, 8: 2}  # tables of at most 2 MiB, read at random
 _SUMS_TOGETHER = {1: 8, 2: 4, 3: 2, 4: 2, 5: 2, 6: 1, 7: 1, 8: 1}  # made anew for each activation
 _FEW_ROWS = 16  # above, MLX's matrix product makes up for dense weights
@@ -30,11 +32,13 @@ _GPU_CHUNK = 2**26  # on a GPU, enough to fill it
 
 
 class Codebook:
-    """The centroids of a bit width, float32 (2**bits,), shared by the layers that use them."""
+    """Centroids, float32 (2**bits,), and the bits of a code, shared by the layers that use them."""
 
-    def __init__(self, centroids: NDArray[np.float32]) -> None:
+    def __init__(self, centroids: NDArray[np.float32], bits: int) -> None:
+        if centroids.size != 2**bits:
+            raise RsvError("unsupported_model", "codebook", f"{centroids.size} centroids for codes of {bits} bits")
         self.centroids = np.array(centroids, np.float32)
-        self.bits = self.centroids.size.bit_length() - 1
+        self.bits = bits
         self.step = _step(self.centroids)
         self.native = self.step is not None and self.bits in _NATIVE_BITS
         self._weights: mx.array | None = None
@@ -42,12 +46,12 @@ class Codebook:
         self._constants: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
 
     @staticmethod
-    def of(centroids: NDArray[np.float32]) -> Codebook:
+    def of(centroids: NDArray[np.float32], bits: int) -> Codebook:
         """The one object for these centroids, so that its table is in memory once."""
-        key = np.asarray(centroids, np.float32).tobytes()
+        key = bits, np.asarray(centroids, np.float32).tobytes()
         codebook = _LIVING.get(key)
         if codebook is None:
-            codebook = _LIVING[key] = Codebook(centroids)
+            codebook = _LIVING[key] = Codebook(centroids, bits)
         return codebook
 
     @property
@@ -56,40 +60,40 @@ class Codebook:
         tables = [self._centroids] if self._weights is None else [self._centroids, self._weights]
         return tables + [array for pair in self._constants.values() for array in pair]
 
-    def matmul(self, x: mx.array, indices: mx.array) -> mx.array:
-        """x @ centroids[indices].T without the dense matrix.
+    def matmul(self, x: mx.array, codes: mx.array) -> mx.array:
+        """x @ W_rot.T, its scales being 1, without the dense matrix.
 
         Parameters
         ----------
         x : float32 (..., in_features)
-        indices : uint32 (rows, row_words), packed
+        codes : uint32 (rows, row_words), packed
 
         Returns
         -------
         float32 (..., rows)
         """
-        rows, words = indices.shape
+        rows, words = codes.shape
         x, padded = self._padded(x, words)
         if self.native:
-            return self._native_matmul(x, indices)
+            return self._native_matmul(x, codes)
         if x.size // padded <= _FEW_ROWS:
-            return self._by_sums(x, indices)
+            return self._by_sums(x, codes)
         chunk = _chunk(padded)
         last: mx.array | None = None
         products = []
         for start in range(0, rows, chunk):
-            packed = _after(indices[start : start + chunk], last)
+            packed = _after(codes[start : start + chunk], last)
             last = _begun(x @ self.dequantize(packed).T, last)
             products.append(last)
         return _joined(products)
 
-    def gather_matmul(self, x: mx.array, indices: mx.array, chosen: mx.array, sorted_indices: bool = False) -> mx.array:
-        """x @ centroids[indices[chosen]].T without the dense matrices.
+    def gather_matmul(self, x: mx.array, codes: mx.array, chosen: mx.array, sorted_indices: bool = False) -> mx.array:
+        """x @ centroids[codes[chosen]].T without the dense matrices.
 
         Parameters
         ----------
         x : float32 (..., n, in_features)
-        indices : uint32 (stack, rows, row_words), packed
+        codes : uint32 (stack, rows, row_words), packed
         chosen : integer (...)
             A matrix of the stack for each (n, in_features) of x; the leading axes are broadcast.
         sorted_indices : bool
@@ -99,12 +103,12 @@ class Codebook:
         -------
         float32 (..., n, rows)
         """
-        stack, rows, words = indices.shape
+        stack, rows, words = codes.shape
         x, padded = self._padded(x, words)
         if self.native:
             scales, biases = self._scales_and_biases(stack * rows, padded)
             return mx.gather_qmm(
-                x, indices, scales.reshape(stack, rows, -1), biases.reshape(stack, rows, -1), rhs_indices=chosen,
+                x, codes, scales.reshape(stack, rows, -1), biases.reshape(stack, rows, -1), rhs_indices=chosen,
                 transpose=True, group_size=_group_size(padded), bits=self.bits, sorted_indices=sorted_indices,
             )  # fmt: skip
         batch = mx.broadcast_shapes(x.shape[:-2], chosen.shape)
@@ -112,22 +116,22 @@ class Codebook:
         x, chosen = mx.broadcast_to(x, (*batch, *x.shape[-2:])), mx.broadcast_to(chosen, batch)
         if pairs <= _FEW_ROWS:
             inputs, numbers = x.reshape(pairs, *x.shape[-2:]), chosen.reshape(pairs)
-            products = [self.matmul(inputs[i], indices[numbers[i]]) for i in range(pairs)]
+            products = [self.matmul(inputs[i], codes[numbers[i]]) for i in range(pairs)]
             return mx.stack(products).reshape(*batch, x.shape[-2], rows)
         if pairs < stack:  # fewer than there are matrices: only theirs become dense
-            indices, chosen, stack = indices[chosen.reshape(pairs)], mx.arange(pairs).reshape(batch), pairs
+            codes, chosen, stack = codes[chosen.reshape(pairs)], mx.arange(pairs).reshape(batch), pairs
         chunk = _chunk(stack * padded, _STACK_CHUNK)
         last: mx.array | None = None
         products = []
         for start in range(0, rows, chunk):
-            packed = _after(indices[:, start : start + chunk], last).reshape(-1, words)
+            packed = _after(codes[:, start : start + chunk], last).reshape(-1, words)
             dense = self.dequantize(packed).reshape(stack, -1, padded).swapaxes(-1, -2)
             last = _begun(mx.gather_mm(x, dense, rhs_indices=chosen, sorted_indices=sorted_indices), last)
             products.append(last)
         return _joined(products)
 
-    def dequantize(self, indices: mx.array) -> mx.array:
-        """centroids[indices], float32 (rows, padded in_features)."""
+    def dequantize(self, codes: mx.array) -> mx.array:
+        """centroids[codes], float32 (rows, padded in_features)."""
         together = _WEIGHTS_TOGETHER[self.bits]
         if self._weights is None:
             patterns = np.arange(2 ** (self.bits * together), dtype=np.uint32)[:, None]
@@ -135,11 +139,11 @@ class Codebook:
             values = self.centroids[(patterns >> shifts) & np.uint32(2**self.bits - 1)]
             # complex64 for two: one element is gathered faster than a row of two
             self._weights = mx.array(values.view(np.complex64).reshape(-1) if together == 2 else values)
-        fields = _fields(indices, self.bits * together)
+        fields = _fields(codes, self.bits * together)
         looked_up = self._weights[fields[0] if len(fields) == 1 else mx.stack(fields, axis=-1)]
         if together == 2:
             looked_up = looked_up.view(mx.float32)
-        return looked_up.reshape(indices.shape[0], -1)
+        return looked_up.reshape(codes.shape[0], -1)
 
     def _padded(self, x: mx.array, words: int) -> tuple[mx.array, int]:
         """x with zeros for the padding codes, and the length of its last axis then."""
@@ -148,7 +152,7 @@ class Codebook:
             x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - x.shape[-1])])
         return x, padded
 
-    def _by_sums(self, x: mx.array, indices: mx.array) -> mx.array:
+    def _by_sums(self, x: mx.array, codes: mx.array) -> mx.array:
         """As `matmul`, each group of columns having a table of what it adds to a product."""
         together = _SUMS_TOGETHER[self.bits]
         count = _fields_of_a_group(self.bits * together)
@@ -160,8 +164,8 @@ class Codebook:
         chunk = _chunk(columns.shape[1])  # of what one look-up finds
         last: mx.array | None = None
         products = []  # (rows of x, rows of a chunk)
-        for start in range(0, indices.shape[0], chunk):
-            fields = _fields(_after(indices[start : start + chunk], last), self.bits * together)
+        for start in range(0, codes.shape[0], chunk):
+            fields = _fields(_after(codes[start : start + chunk], last), self.bits * together)
             rows: list[mx.array] = []
             for table in tables:
                 for k, field in enumerate(fields):
@@ -173,15 +177,15 @@ class Codebook:
             products.append(_joined(rows, axis=0))
         return _joined(products).reshape(*x.shape[:-1], -1)
 
-    def _native_matmul(self, x: mx.array, indices: mx.array) -> mx.array:
+    def _native_matmul(self, x: mx.array, codes: mx.array) -> mx.array:
         """As `matmul`, by MLX's kernel for evenly spaced centroids."""
-        rows, padded = indices.shape[0], x.shape[-1]
+        rows, padded = codes.shape[0], x.shape[-1]
         group_size = _group_size(padded)
         chunk = min(rows, _chunk(2 * padded // group_size))  # of scales and biases, 6 % of a head of 4 bits
         scales, biases = self._scales_and_biases(chunk, padded)
         products = []
         for start in range(0, rows, chunk):
-            packed = indices[start : start + chunk]
+            packed = codes[start : start + chunk]
             held = packed.shape[0]
             products.append(mx.quantized_matmul(
                 x, packed, scales[:held], biases[:held], transpose=True, group_size=group_size, bits=self.bits
@@ -200,7 +204,7 @@ class Codebook:
         return self._constants[rows, groups]
 
 
-_LIVING: WeakValueDictionary[bytes, Codebook] = WeakValueDictionary()
+_LIVING: WeakValueDictionary[tuple[int, bytes], Codebook] = WeakValueDictionary()
 
 
 def _step(centroids: NDArray[np.float32]) -> float | None:
@@ -221,12 +225,12 @@ def _chunk(width: int, cpu_chunk: int | None = None) -> int:
     return max(1, (_GPU_CHUNK if mx.default_device() == mx.gpu else cpu_chunk or _CPU_CHUNK) // (4 * width))
 
 
-def _after(indices: mx.array, before: mx.array | None) -> mx.array:
-    """The same indices, once something else is done: or what is made of all chunks would be in memory at once. On a
+def _after(codes: mx.array, before: mx.array | None) -> mx.array:
+    """The same codes, once something else is done: or what is made of all chunks would be in memory at once. On a
     CPU `_begun` sees to that."""
     if before is None or mx.default_device() == mx.cpu:
-        return indices
-    depending: mx.array = mx.depends([indices], [mx.stop_gradient(before)])[0]
+        return codes
+    depending: mx.array = mx.depends([codes], [mx.stop_gradient(before)])[0]
     return depending
 
 
@@ -249,13 +253,13 @@ def _fields_of_a_group(width: int) -> int:
     return 8 // math.gcd(width, 8)
 
 
-def _fields(indices: mx.array, width: int) -> list[mx.array]:
+def _fields(codes: mx.array, width: int) -> list[mx.array]:
     """The bits of each row as unsigned integers of `width` bits, LSB first: the first ones of groups of whole
     bytes, (rows, groups), then the second ones, and so on."""
     if width in (8, 16):
-        return [indices.view(mx.uint8 if width == 8 else mx.uint16)]
+        return [codes.view(mx.uint8 if width == 8 else mx.uint16)]
     count = _fields_of_a_group(width)
-    groups = indices.view(mx.uint8).reshape(indices.shape[0], -1, count * width // 8)
+    groups = codes.view(mx.uint8).reshape(codes.shape[0], -1, count * width // 8)
     fields = []
     for start in range(0, count * width, width):
         first, shift = divmod(start, 8)

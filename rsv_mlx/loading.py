@@ -59,7 +59,7 @@ def load(
     lazy : bool
         Where bytes are copied, copy a packed layer's when it is first used; the file stays open as long.
     materialize : str
-        "packed" keeps the indices and transforms the activations. "dense" builds nn.Linear layers: the memory
+        "packed" keeps the codes and transforms the activations. "dense" builds nn.Linear layers: the memory
         of an unquantized model, for its speed.
     dtype : mx.Dtype or "keep", optional
         Of kept floating tensors, hence of activations, and of dense layers; "keep" is the file's. Not given:
@@ -258,7 +258,7 @@ class _Content:
 
     def _codebook(self, layer: rsv_format.Layer) -> Codebook:
         if layer.codebook_id not in self._codebooks:
-            self._codebooks[layer.codebook_id] = Codebook.of(layer.codebook)
+            self._codebooks[layer.codebook_id] = Codebook.of(layer.codebook, layer.bits)
         return self._codebooks[layer.codebook_id]
 
     def _transform(self, layer: rsv_format.Layer) -> Transform | None:

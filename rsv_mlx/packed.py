@@ -27,7 +27,7 @@ class Packed(Module):
     Parameters
     ----------
     weight : uint32 (rows, ceil(input_dims / 32) * bits)
-        Packed indices.
+        Packed codes.
     scales : float32 (rows,)
     codebook : Codebook
     transform : Transform, optional
@@ -102,8 +102,8 @@ class Packed(Module):
             bias = bias.view(mx.bfloat16) if data.bias_dtype == "bf16" else bias
         if transform is None and data.transform is not None:
             transform = Transform(data.transform)
-        codebook = Codebook.of(data.codebook)
-        weight, scales = mx.array(data.indices), mx.array(data.scales)
+        codebook = Codebook.of(data.codebook, data.bits)
+        weight, scales = mx.array(data.codes), mx.array(data.scales)
         return cls(weight, scales, codebook, transform, bias, input_dims=data.in_features, stack=data.stack)
 
     @classmethod
@@ -143,7 +143,7 @@ class Packed(Module):
 
     @property
     def bits(self) -> int:
-        """Bits of an index."""
+        """Bits of a code."""
         return self.codebook.bits
 
     @property

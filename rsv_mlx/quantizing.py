@@ -176,9 +176,9 @@ class _Job:
         kind = packed_kind(module)
         assert kind is not None
         layer = kind(
-            mx.array(np.concatenate([part.indices for part in parts])),
+            mx.array(np.concatenate([part.codes for part in parts])),
             mx.array(np.concatenate([part.scales for part in parts])),
-            Codebook.of(parts[0].codebook),
+            Codebook.of(parts[0].codebook, parts[0].bits),
             transform,
             module.get("bias"),
             input_dims=shape[-1],

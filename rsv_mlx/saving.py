@@ -94,12 +94,13 @@ def save(
 
 
 def _layer(name: str, module: Packed, transform: rsv_format.Transform | None) -> LayerData:
-    indices, rows = module.weight, module.scales.size
+    codes, rows = module.weight, module.scales.size
     bias = module.bias.reshape(rows) if module.has_bias else None
     return LayerData(
         name,
         module.input_dims,
-        _view(indices.reshape(rows, indices.shape[-1])),
+        module.bits,
+        _view(codes.reshape(rows, codes.shape[-1])),
         _view(module.scales.reshape(rows)),
         module.codebook.centroids,
         transform,

@@ -454,7 +454,7 @@ def make_layer(
     scales = (rng.standard_normal(rows) * 10.0 ** rng.uniform(-6, 3, rows)).astype(np.float32)
     scales[rng.integers(rows)] = rng.choice([0.0, -0.0, 1.0])
     return LayerData(
-        name, in_features, rsv_format.pack(codes, bits), scales,
+        name, in_features, bits, rsv_format.pack(codes, bits), scales,
         make_codebook(rng, bits) if centroids is None else centroids,
         None if isinstance(transform, int) else transform, make_bias(rng, bias, rows), bias, stack,
     )  # fmt: skip

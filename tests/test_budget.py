@@ -85,7 +85,7 @@ def test_the_expected_error_is_the_error(bits: int, weighted: bool) -> None:
     c = channel_scales(h, squares, "a") if weighted else np.ones(128)
     layer = quantize_matrix(w, bits=bits, importance=h if weighted else None)
     assert layer.transform is not None
-    rotated = layer.scales[:, None] * layer.codebook[rsv_format.unpack(layer.indices, bits, 128)]
+    rotated = layer.scales[:, None] * layer.codebook[rsv_format.unpack(layer.codes, bits, 128)]
     difference = layer.transform.apply_inverse(rotated.astype(np.float64)) - w
     expected = distortion(codebook("lloyd-max", bits).astype(np.float64)) * weighted_error(h, c, squares)
     assert np.sum(h * difference**2) == pytest.approx(expected, rel=0.15)
@@ -218,7 +218,7 @@ def test_a_budget_pays_for_transforms(tmp_path: Path, rotation: str) -> None:
                       persist_rotation=persist, importance=importance())  # fmt: skip
     assert report.summary.bits_per_weight <= (38 if persist else 4.5)
     if persist:
-        assert report.summary.by_kind["factors"] > 2 * report.summary.by_kind["indices"]
+        assert report.summary.by_kind["factors"] > 2 * report.summary.by_kind["codes"]
 
 
 @pytest.mark.parametrize("wanted", [0.0, -1.0, float("nan"), float("inf"), 1.5])

@@ -245,7 +245,7 @@ def test_info_groups_layers_into_families(quantized: Path) -> None:
     text = ok("info", quantized)
     assert re.search(r"model\.layers\.\*\.mlp\.down_proj +×2 +96 × 160 +4 ", text)
     assert "hartley 5 ⊗ hadamard 32 · signs" in text
-    assert "indices" in text and "bits per weight" in text
+    assert "codes" in text and "bits per weight" in text
     listed = ok("info", quantized, "--layers")
     assert "model.layers.0.mlp.down_proj" in listed and "model.layers.*" not in listed
 

@@ -159,7 +159,7 @@ def test_layers_without_a_file_are_those_of_the_file(tmp_path: Path) -> None:
     assert sorted(layer.name for layer in layers) == sorted(LINEAR)
     for data in layers:
         layer = file.layers[data.name]
-        assert np.array_equal(layer.indices, data.indices) and np.array_equal(layer.scales, data.scales)
+        assert np.array_equal(layer.codes, data.codes) and np.array_equal(layer.scales, data.scales)
     by_name = {layer.name: layer for layer in layers}
     assert by_name[Q].transform is by_name[K].transform is not None
 
@@ -295,7 +295,7 @@ def test_experts_are_one_layer(tmp_path: Path) -> None:
                 weight(source, f"{MIXTURE}.experts.{i}.{part}"), transform=layer.transform
             )
             rows = slice(i * layer.out_features, (i + 1) * layer.out_features)
-            assert np.array_equal(layer.indices[rows], alone.indices)
+            assert np.array_equal(layer.codes[rows], alone.codes)
             assert np.array_equal(layer.scales[rows], alone.scales)
             assert np.mean((found - weight(source, f"{MIXTURE}.experts.{i}.{part}")) ** 2) < 0.02
 
@@ -468,7 +468,7 @@ def test_from_a_safetensors_file(tmp_path: Path) -> None:
     numpy_files.save_file({name: x.float32() for name, x in source.tensors.items()}, tmp_path / "m.safetensors")
     file = rsv_format.open(quantize(tmp_path / "m.safetensors", tmp_path / "a", importance="none").path)
     memory = quantized(tmp_path / "b", source)
-    assert all(np.array_equal(file.layers[name].indices, memory.layers[name].indices) for name in LINEAR)
+    assert all(np.array_equal(file.layers[name].codes, memory.layers[name].codes) for name in LINEAR)
     assert file.metadata["source"] == "m.safetensors"
 
 

@@ -53,10 +53,10 @@ def check_layer(layer: rsv_format.Layer, data: LayerData) -> None:
     """All that was written is there."""
     assert (layer.in_features, layer.stack, layer.bits) == (data.in_features, data.stack, data.bits)
     assert layer.out_features * layer.stack == data.scales.size and layer.bias_dtype == data.bias_dtype
-    assert same_bits(layer.indices, data.indices) and same_bits(layer.scales, data.scales)
+    assert same_bits(layer.codes, data.codes) and same_bits(layer.scales, data.scales)
     assert same_bits(layer.codebook, data.codebook) and same_bits(layer.bias, data.bias)
     assert same_transform(layer.transform, data.transform)
-    assert same_bits(layer.unpack(), rsv_format.unpack(data.indices, data.bits, data.in_features))
+    assert same_bits(layer.unpack(), rsv_format.unpack(data.codes, data.bits, data.in_features))
 
 
 def check(path: Path, content: dict[str, Any]) -> None:

@@ -109,7 +109,7 @@ def test_products_that_are_made_piece_by_piece(bits: int, codebook: str, monkeyp
     monkeypatch.setattr("rsv_mlx.codebook._CPU_CHUNK", 2**11)
     monkeypatch.setattr("rsv_mlx.codebook._GPU_CHUNK", 2**11)
     fresh = rsv_mlx.QuantizedLinear.from_data(data)
-    fresh.codebook = Codebook(fresh.codebook.centroids)
+    fresh.codebook = Codebook(fresh.codebook.centroids, fresh.bits)
     slopes = np.array(layer.dequantize().sum(axis=0))
     for x, wanted in zip(inputs, whole, strict=True):
         close(fresh(x), wanted)
@@ -176,7 +176,7 @@ def test_from_linear_is_what_the_format_says() -> None:
     linear = nn.Linear(96, 10)
     layer = rsv_mlx.QuantizedLinear.from_linear(linear, bits=3, seed=7)
     data = quantize_matrix(np.array(linear.weight), bits=3, seed=7)
-    assert np.array_equal(np.array(layer.weight), data.indices)
+    assert np.array_equal(np.array(layer.weight), data.codes)
     assert np.array_equal(np.array(layer.scales), data.scales)
     assert same_bytes(layer.bias, linear.bias)
     assert "input_dims=96, output_dims=10, bias=True, bits=3" in repr(layer)
@@ -221,10 +221,10 @@ def test_haar_factor_that_does_not_match_its_witness() -> None:
 
 def test_codebooks_are_shared_while_they_live() -> None:
     a = quantize_matrix(matrix(2, 8), bits=4).codebook
-    assert Codebook.of(a) is Codebook.of(a.copy())
-    assert Codebook(np.array([-1.5, -0.5, 0.5, 1.5], np.float32)).native
-    assert not Codebook(np.array([-1.5, -0.5, 0.5, 1.6], np.float32)).native
-    assert not Codebook(np.array([0, 1], np.float32)).native
+    assert Codebook.of(a, 4) is Codebook.of(a.copy(), 4)
+    assert Codebook(np.array([-1.5, -0.5, 0.5, 1.5], np.float32), 2).native
+    assert not Codebook(np.array([-1.5, -0.5, 0.5, 1.6], np.float32), 2).native
+    assert not Codebook(np.array([0, 1], np.float32), 1).native
 
 
 # inputs shared by siblings
@@ -385,7 +385,7 @@ def test_report(tmp_path: Path) -> None:
     size = (tmp_path / "m.rsv").stat().st_size
     _, report = rsv_mlx.load_model(tmp_path / "m.rsv", zero_copy="never", return_report=True)
     assert (report.nbytes, report.layers, report.tensors) == (size, 14, 6)
-    packed = sum(x.indices.nbytes + x.scales.nbytes for x in made["layers"])
+    packed = sum(x.codes.nbytes + x.scales.nbytes for x in made["layers"])
     kept = sum(x.array.nbytes for x in made["tensors"].values())
     assert report.copied_nbytes == packed + kept
     assert (report.adopted_nbytes, report.deferred_nbytes, report.dense_nbytes) == (0, 0, 0)

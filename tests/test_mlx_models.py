@@ -545,7 +545,7 @@ def test_graft_of_some_layers(tmp_path: Path) -> None:
     layers = list(modules_of(part, rsv_mlx.QuantizedLinear))
     rsv_mlx.save(part, tmp_path / "all.rsv")
     with rsv_format.open(tmp_path / "all.rsv") as file:
-        data = [rsv_format.LayerData(x.name, x.in_features, x.indices, x.scales, x.codebook, x.transform)
+        data = [rsv_format.LayerData(x.name, x.in_features, x.bits, x.codes, x.scales, x.codebook, x.transform)
                 for x in file.layers.values()]  # fmt: skip
         rsv_format.write(tmp_path / "some.rsv", layers=data)
     model, _ = make()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rsv_format import RsvError, pack, unpack
 from rsv_format.layout import row_words
+from rsv_format.packing import window_indices
 
 ALL_BITS = range(1, 9)
 
@@ -113,3 +114,18 @@ def test_words_of_another_shape_are_refused(words: Any) -> None:
     with pytest.raises(RsvError) as e:
         unpack(words, 4, 32)
     assert e.value.code == "bad_argument"
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+def test_a_window_is_the_bits_from_its_code_on_around_the_row(bits: int) -> None:
+    rng = np.random.default_rng(bits)
+    for window in range(bits, 17):
+        for n in (1, 2, 3, 5, 16, 17, 33):
+            codes = rng.integers(0, 2**bits, (3, n), np.uint8)
+            stream = [[code >> i & 1 for code in map(int, row) for i in range(bits)] for row in codes]
+            want = [
+                [sum(row[(j * bits + i) % len(row)] << i for i in range(window)) for j in range(n)] for row in stream
+            ]
+            got = window_indices(codes, bits, window)
+            assert got.tolist() == want
+            assert got.dtype == (np.uint8 if window <= 8 else np.uint16)

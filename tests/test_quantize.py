@@ -36,7 +36,7 @@ def gauss(seed: int, *shape: int) -> np.ndarray:
 
 
 def codes_of(data: LayerData) -> np.ndarray:
-    return rsv_format.unpack(data.indices, data.bits, data.in_features)
+    return rsv_format.unpack(data.codes, data.bits, data.in_features)
 
 
 def dense(data: LayerData) -> np.ndarray:
@@ -46,7 +46,7 @@ def dense(data: LayerData) -> np.ndarray:
 
 
 def same(a: LayerData, b: LayerData) -> bool:
-    return a.indices.tobytes() == b.indices.tobytes() and a.scales.tobytes() == b.scales.tobytes()
+    return a.codes.tobytes() == b.codes.tobytes() and a.scales.tobytes() == b.scales.tobytes()
 
 
 # --- nearest centroids ----------------------------------------------------------------------------------------------
@@ -488,6 +488,6 @@ def test_weights_of_another_kind(weight: Any) -> None:
 def test_rows_can_be_quantized_alone() -> None:
     w, c = gauss(0, 4, 12), codebook("uniform", 3)
     t = Transform(12, 4, factor="hartley")
-    indices, scales = quantize_rows(w, t, c)
+    codes, scales = quantize_rows(w, t, c)
     data = quantize_matrix(w, bits=3, codebook="uniform", transform=t)
-    assert np.array_equal(indices, data.indices) and np.array_equal(scales, data.scales)
+    assert np.array_equal(codes, data.codes) and np.array_equal(scales, data.scales)

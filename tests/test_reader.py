@@ -468,7 +468,7 @@ def arrays(file: rsv_format.File) -> dict[str, np.ndarray]:
     assert a.bias is not None and b.transform is not None and b.transform.stored is not None
     assert a.transform is not None and a.transform.signs is not None and b.transform.values is not None
     return {
-        "indices": a.indices, "scales": a.scales, "bias": a.bias, "codebook": a.codebook, "signs": a.transform.signs,
+        "codes": a.codes, "scales": a.scales, "bias": a.bias, "codebook": a.codebook, "signs": a.transform.signs,
         "values": b.transform.values, "witness": b.transform.stored, "tensor": file.tensors["n"].array,
         "attachment": np.frombuffer(file.attachments["c.json"].data, np.uint8),
     }  # fmt: skip
@@ -511,7 +511,7 @@ def test_nothing_is_read_after_close(path: Path, keep: bool) -> None:
     file.close()
     x = np.ones(6, np.float32)
     for action in (
-        lambda: file.buffer, lambda: a.indices, lambda: a.scales, lambda: a.bias, lambda: a.codebook,
+        lambda: file.buffer, lambda: a.codes, lambda: a.scales, lambda: a.bias, lambda: a.codebook,
         lambda: a.transform,
         lambda: b.transform, a.unpack, a.dequantize, a.dequantize_rotated, lambda: b.matmul(x), a.bias_float32,
         lambda: n.array, n.float32, lambda: c.data, c.text, lambda: rsv_format.verify(file),
@@ -562,8 +562,8 @@ def test_everything_about_the_small_file() -> None:
         a, b = file.layers["a"], file.layers["b"]
         assert (a.in_features, a.out_features, a.stack, a.bits, a.bias_dtype) == (6, 2, 1, 2, "f16")
         assert (a.codebook_id, a.transform_id, b.codebook_id, b.transform_id) == (0, 0, 0, 1)
-        assert a.parts == [("indices", a.offset, 16), ("scales", a.offset + 64, 8), ("bias", a.offset + 128, 4)]
-        assert b.parts == [("indices", b.offset, 16), ("scales", b.offset + 64, 8)] and a.nbytes == 132
+        assert a.parts == [("codes", a.offset, 16), ("scales", a.offset + 64, 8), ("bias", a.offset + 128, 4)]
+        assert b.parts == [("codes", b.offset, 16), ("scales", b.offset + 64, 8)] and a.nbytes == 132
         assert a.unpack().tolist() == [[0, 1, 2, 3, 2, 1], [3, 3, 0, 1, 2, 2]]
         assert a.scales.tolist() == [0.5, 2.0] and a.bias is not None and a.bias.tolist() == [0.25, -1.0]
         assert b.bias is None and b.bias_float32() is None
@@ -594,7 +594,7 @@ def test_everything_about_the_small_file() -> None:
         assert repr(file) == f"<rsv_format.File: 2 layers, 1 tensors, {len(FILE)} bytes>"
         summary = rsv_format.summarize(file)
         assert summary.nbytes == len(FILE) == sum(summary.by_kind.values()) and summary.weights == 24
-        assert summary.by_kind["indices"] == 32 and summary.by_kind["biases"] == 4
+        assert summary.by_kind["codes"] == 32 and summary.by_kind["biases"] == 4
 
 
 def test_text_that_is_no_utf8() -> None:
@@ -629,7 +629,7 @@ def opened(data: rsv_format.LayerData, path: Path) -> rsv_format.Layer:
 
 def rotated_exactly(layer: rsv_format.Layer) -> np.ndarray:
     """RSV-720, element by element."""
-    codes = rsv_format.unpack(np.array(layer.indices), layer.bits, layer.in_features)
+    codes = rsv_format.unpack(np.array(layer.codes), layer.bits, layer.in_features)
     return np.array(
         [[np.float32(s) * layer.codebook[c] for c in row] for s, row in zip(layer.scales, codes, strict=True)],
         np.float32,
@@ -702,7 +702,7 @@ def test_padding_codes_have_no_influence() -> None:
     with rsv_format.open(dirty) as file, rsv_format.open(FILE) as clean:
         x = np.arange(6, dtype=np.float32)
         a, b = file.layers["a"], clean.layers["a"]
-        assert not np.array_equal(a.indices, b.indices)
+        assert not np.array_equal(a.codes, b.codes)
         assert np.array_equal(a.unpack(), b.unpack()) and np.array_equal(a.dequantize(), b.dequantize())
         assert np.array_equal(a.matmul(x), b.matmul(x))
 

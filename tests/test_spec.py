@@ -352,6 +352,7 @@ def test_writer_makes_the_example(tiny: bytes, examples: dict[str, Any], tmp_pat
     layer = rsv_format.LayerData(
         "mlp.up",
         6,
+        2,
         rsv_format.pack(np.array(examples["codes"], np.uint8), 2),
         examples["scales"],
         examples["centroids"],

@@ -28,7 +28,7 @@ from strategies import (
 
 import rsv_format
 from rsv_format import RsvError, Transform
-from rsv_format.payload import codebook_faults, diagonal_faults, factor_faults, floats_faults, indices_faults
+from rsv_format.payload import codebook_faults, codes_faults, diagonal_faults, factor_faults, floats_faults
 
 CODEBOOK, SIGNS, VALUES, WITNESS, LAYER_A, LAYER_B, TENSOR, ATTACHMENT = range(8)  # blobs of the small file
 SCALES, BIAS = 64, 128  # within a layer's blob
@@ -294,17 +294,17 @@ def test_every_padding_bit_of_a_row(bits: int, monkeypatch: pytest.MonkeyPatch) 
     words = rsv_format.pack(np.full((rows, n), 2**bits - 1, np.uint8), bits)
     for chunk in (8 * 2**20, 128, 256):
         monkeypatch.setattr("rsv_format.payload._CHUNK", chunk)
-        assert codes(indices_faults(words, bits, n, "x")) == []
+        assert codes(codes_faults(words, bits, n, "x")) == []
         for bit in range(n * bits, 64 * bits, 3):
             dirty = words.copy()
             dirty[bit % rows, bit // 32] |= np.uint32(1 << bit % 32)
-            assert codes(indices_faults(dirty, bits, n, "x")) == ["padding_nonzero"]
+            assert codes(codes_faults(dirty, bits, n, "x")) == ["padding_nonzero"]
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_rows_without_padding(bits: int) -> None:
     words = np.full((2, 2 * bits), 0xFFFFFFFF, np.uint32)
-    assert codes(indices_faults(words, bits, 64, "x")) == []
+    assert codes(codes_faults(words, bits, 64, "x")) == []
 
 
 @pytest.mark.parametrize("dim", [1, 7, 8, 9, 15, 16])

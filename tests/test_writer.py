@@ -186,7 +186,7 @@ def test_layouts_of_arrays_do_not_matter(tmp_path: Path) -> None:
 
     content["layers"] = [
         replace(
-            x, indices=odd(x.indices), scales=odd(x.scales), codebook=odd(x.codebook),
+            x, codes=odd(x.codes), scales=odd(x.scales), codebook=odd(x.codebook),
             bias=None if x.bias is None else odd(x.bias),
         )
         for x in content["layers"]
@@ -225,8 +225,8 @@ INF = np.float32(np.inf)
 @pytest.mark.parametrize(
     "changes",
     [
-        {"indices": rsv_format.pack(CODES, 4)}, {"indices": rsv_format.pack(np.zeros((3, 6), np.uint8), 3)},
-        {"indices": rsv_format.pack(CODES, 3).view(np.int32)}, {"indices": rsv_format.pack(CODES, 3).reshape(-1)},
+        {"codes": rsv_format.pack(CODES, 4)}, {"codes": rsv_format.pack(np.zeros((3, 6), np.uint8), 3)},
+        {"codes": rsv_format.pack(CODES, 3).view(np.int32)}, {"codes": rsv_format.pack(CODES, 3).reshape(-1)},
         {"scales": np.ones(3, np.float32)}, {"scales": np.ones((2, 1), np.float32)}, {"scales": np.ones(2)},
         {"stack": 3}, {"stack": 0}, {"stack": -1}, {"scales": np.ones(0, np.float32)},
         {"bias": np.zeros(3, np.float32)}, {"bias": np.zeros(2, np.float16)}, {"bias": None}, {"bias_dtype": None},
@@ -248,7 +248,7 @@ def test_arrays_that_do_not_fit(tmp_path: Path, changes: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "changes",
     [
-        {"indices": BAD_PADDING},
+        {"codes": BAD_PADDING},
         {"scales": np.array([1, INF], np.float32)}, {"scales": np.array([np.nan, 1], np.float32)},
         {"bias": np.array([1, -INF], np.float32)},
         {"bias": np.array([0x7F80, 0], np.uint16), "bias_dtype": "bf16"},
@@ -365,7 +365,7 @@ HEADER = Header(
 
 
 def layer_a() -> LayerData:
-    return LayerData("a", 4, np.zeros((1, 1), np.uint32), np.ones(1, np.float32), np.array([-1, 1], np.float32))
+    return LayerData("a", 4, 1, np.zeros((1, 1), np.uint32), np.ones(1, np.float32), np.array([-1, 1], np.float32))
 
 
 @pytest.mark.parametrize("left_out", ["codebook", "layer", "tensor"])

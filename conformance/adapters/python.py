@@ -40,7 +40,7 @@ def decode(path: str) -> dict[str, Any]:
         layers = []
         for layer in f.layers.values():
             bias = layer.bias_float32()
-            parts: dict[str, Any] = {kind: [offset, nbytes] for kind, offset, nbytes in layer.parts}
+            parts: dict[str, Any] = {kind.replace("codes", "indices"): [at, size] for kind, at, size in layer.parts}
             layers.append({
                 "name": layer.name, "parts": {"bias": None} | parts, "indices": array(layer.unpack(), "u8"),
                 "scales": array(layer.scales, "f32"), "bias": None if bias is None else array(bias, "f32"),
@@ -149,6 +149,7 @@ def _layer(entry: dict[str, Any]) -> Any:
                 stored = _floats(digits).reshape((m, m) if kind == "matrix" else (m,))
         transform = rsv_format.Transform(t["dim"], t["hadamard"], signs, values, kind, seed, stored)
     rows = entry["stack"] * entry["out_features"]
+    bits = entry["codebook"]["bits"]
     codes = np.frombuffer(bytes.fromhex(entry["indices"]), "u1").reshape(rows, entry["in_features"])
     bias = dtype = None
     if entry["bias"] is not None:
@@ -156,7 +157,7 @@ def _layer(entry: dict[str, Any]) -> Any:
         size = "<u4" if dtype == "f32" else "<u2"
         bias = np.array([int(d, 16) for d in entry["bias"]["values"]], size).view(NUMPY[dtype])
     return rsv_format.LayerData(
-        entry["name"], entry["in_features"], rsv_format.pack(codes, entry["codebook"]["bits"]),
+        entry["name"], entry["in_features"], bits, rsv_format.pack(codes, bits),
         _floats(entry["scales"]), _floats(entry["codebook"]["centroids"]), transform, bias, dtype, entry["stack"],
     )  # fmt: skip
 

@@ -49,7 +49,7 @@ class Demand:
     error: float  # E: expected weighted error over the codebook's distortion
 
     def nbytes(self, bits: int) -> int:
-        """Size of the indices."""
+        """Size of the codes."""
         return 4 * self.rows * row_words(self.in_features, bits)
 
 
@@ -85,7 +85,7 @@ def spend(
     limit : int
         Bytes that may be used in all.
     size : callable
-        From bits by name to bytes in all: indices and everything else.
+        From bits by name to bytes in all: codes and everything else.
     reach : int
         How many levels above the one that all could have.
 
@@ -112,7 +112,7 @@ def spend(
 
 
 def _allocated(demands: Sequence[Demand], kind: str, levels: Sequence[int], room: int) -> dict[str, int]:
-    """The greedy allocation of so many bytes of indices beyond the lowest level."""
+    """The greedy allocation of so many bytes of codes beyond the lowest level."""
     distortions = [distortion(codebook(kind, bits).astype(np.float64)) for bits in levels]
 
     def step(demand: Demand, level: int) -> tuple[float, str, Demand, int, int]:

@@ -134,7 +134,7 @@ def save(file: File, path: str | os.PathLike[str]) -> None:
         path,
         layers=(
             LayerData(
-                x.name, x.in_features, x.indices, x.scales, x.codebook, x.transform, x.bias, x.bias_dtype, x.stack
+                x.name, x.in_features, x.bits, x.codes, x.scales, x.codebook, x.transform, x.bias, x.bias_dtype, x.stack
             )
             for x in file.layers.values()
         ),

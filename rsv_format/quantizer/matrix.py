@@ -95,8 +95,8 @@ def quantize_matrix(
             in_features, rotation=rotation, persist_rotation=persist_rotation, seed=seed, scales=scales
         )
     centroids = make_codebook(codebook, bits)
-    indices, row_scales = quantize_rows(rows, transform, centroids, name=name, threads=threads)
-    return LayerData(name, in_features, indices, row_scales, centroids, transform, bias, bias_dtype, stack)
+    codes, row_scales = quantize_rows(rows, transform, centroids, name=name, threads=threads)
+    return LayerData(name, in_features, bits, codes, row_scales, centroids, transform, bias, bias_dtype, stack)
 
 
 def make_transform(
@@ -246,10 +246,10 @@ def quantize_rows(
     name: str = "weight",
     threads: int | None = None,
 ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """Packed indices (rows, row_words) and scales (rows,) of a matrix (rows, in_features)."""
+    """Packed codes (rows, row_words) and scales (rows,) of a matrix (rows, in_features)."""
     rows, in_features = weight.shape
     bits = centroids.size.bit_length() - 1
-    indices = np.empty((rows, row_words(in_features, bits)), np.uint32)
+    codes = np.empty((rows, row_words(in_features, bits)), np.uint32)
     scales = np.empty(rows, np.float32)
     nearest = _nearest(centroids)
     multiplier = None if transform is None or transform.d is None else (1 / transform.d).astype(np.float32)
@@ -265,11 +265,11 @@ def quantize_rows(
             scales[chunk] = _normalise(x, weight[chunk], name, start)
         if transform is not None:
             x = transform.rotate(x)
-        indices[chunk] = pack_unchecked(nearest(x), bits)
+        codes[chunk] = pack_unchecked(nearest(x), bits)
 
     step = max(1, _CHUNK // in_features)
     run_threads(work, range(0, rows, step), threads)
-    return indices, scales
+    return codes, scales
 
 
 def run_threads(work: Callable[[int], None], items: Sequence[int], threads: int | None) -> None:
@@ -316,12 +316,12 @@ def _nearest_cached(data: bytes) -> Callable[[NDArray[np.float32]], NDArray[np.u
 
 
 def _nearest(centroids: NDArray[np.float32]) -> Callable[[Floats], NDArray[np.uint8]]:
-    """A function from values (rows, n) to the indices of the nearest centroids, uint8."""
+    """A function from values (rows, n) to the codes of the nearest centroids, uint8."""
     return _nearest_cached(centroids.astype("<f4").tobytes())
 
 
 def _counter(edges: NDArray[np.float32]) -> Callable[[NDArray[np.float32]], NDArray[np.uint8]]:
-    """The index is the number of boundaries below the value."""
+    """The code is the number of boundaries below the value."""
 
     def nearest(x: NDArray[np.float32]) -> NDArray[np.uint8]:
         codes = np.zeros(x.shape, np.uint8)
