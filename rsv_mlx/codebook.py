@@ -2,10 +2,12 @@
 
 Evenly spaced centroids run on mx.quantized_matmul. For others there are two ways, both by look-up:
 
-- many rows of activations: a table of the centroids of every pattern of a few codes unpacks and dequantizes
-  them at once; a slice of the weight becomes dense, is multiplied and forgotten.
+- many rows of activations: a table of the centroids of every pattern of bits behind two codes dequantizes them at
+  once; a slice of the weight becomes dense, is multiplied and forgotten.
 - few rows: a table of the sums of x_j * centroid over every pattern, for each group of columns, is made of the
   activations; then a product is one look-up and one addition per pattern, and no weight is made at all.
+
+An index that is wider than its code overlaps with the next ones: so do the patterns.
 """
 
 from __future__ import annotations
@@ -18,28 +20,35 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from rsv_format import RsvError
+from rsv_mlx.window import fields, tail_columns, tail_indices
 
 _NATIVE_BITS = (2, 3, 4, 5, 6, 8)  # of mx.quantized_matmul
 _GROUP_SIZES = (128, 64, 32)  # its group sizes: 32 divides every padded row
-# bits of a code -> codes looked up together, as the widths of the tables' rows allow
-_WEIGHTS_TOGETHER = {1: 8, 2: 8, 3: 4, 4: 4, 5: 2, 6: 2, 7: 2, 8: 2}  # tables of at most 2 MiB, read at random
-_SUMS_TOGETHER = {1: 8, 2: 4, 3: 2, 4: 2, 5: 2, 6: 1, 7: 1, 8: 1}  # made anew for each activation
+_WEIGHTS_PATTERN = 16  # bits of a pattern of two weights at most: a table of 512 KiB, read at random
+_SUMS_PATTERN = 8  # bits of a pattern of sums: their tables are made anew for each activation
+_SUMS_TOGETHER = {1: 8, 2: 4, 3: 2, 4: 2, 5: 2, 6: 1, 7: 1, 8: 1}  # bits of a scalar code -> codes in a pattern
 _FEW_ROWS = 16  # above, MLX's matrix product makes up for dense weights
+_FEW_ROWS_OF_ONE = 4  # the same where a look-up finds one product only
 _CPU_CHUNK = 2**19  # bytes of float32 that live at a time: a CPU's second-level cache, and memory touched before
 _STACK_CHUNK = 2**23  # the same for the rows of a whole stack, or there would be too few of each matrix
 _GPU_CHUNK = 2**26  # on a GPU, enough to fill it
 
 
 class Codebook:
-    """Centroids, float32 (2**bits,), and the bits of a code, shared by the layers that use them."""
+    """The centroids that codes of a bit width select from, shared by the layers that use them.
+
+    Parameters
+    ----------
+    centroids : float32 (2**window,)
+    bits : int
+        1 to 8, of a code; an index has `window` bits, those of its code and of the codes behind it.
+    """
 
     def __init__(self, centroids: NDArray[np.float32], bits: int) -> None:
-        if centroids.size != 2**bits:
-            raise RsvError("unsupported_model", "codebook", f"{centroids.size} centroids for codes of {bits} bits")
         self.centroids = np.array(centroids, np.float32)
         self.bits = bits
-        self.step = _step(self.centroids)
+        self.window = self.centroids.size.bit_length() - 1
+        self.step = _step(self.centroids) if self.window == bits else None
         self.native = self.step is not None and self.bits in _NATIVE_BITS
         self._weights: mx.array | None = None
         self._centroids = mx.array(self.centroids)
@@ -61,7 +70,7 @@ class Codebook:
         return tables + [array for pair in self._constants.values() for array in pair]
 
     def matmul(self, x: mx.array, codes: mx.array) -> mx.array:
-        """x @ W_rot.T, its scales being 1, without the dense matrix.
+        """x @ centroids[indices].T without the dense matrix.
 
         Parameters
         ----------
@@ -72,23 +81,22 @@ class Codebook:
         -------
         float32 (..., rows)
         """
-        rows, words = codes.shape
-        x, padded = self._padded(x, words)
+        rows, in_features = codes.shape[0], x.shape[-1]
         if self.native:
-            return self._native_matmul(x, codes)
-        if x.size // padded <= _FEW_ROWS:
+            return self._native_matmul(self._padded(x, codes), codes)
+        if self.window <= _SUMS_PATTERN and x.size // in_features <= self._few_rows():
             return self._by_sums(x, codes)
-        chunk = _chunk(padded)
+        chunk = _chunk(in_features)
         last: mx.array | None = None
         products = []
         for start in range(0, rows, chunk):
             packed = _after(codes[start : start + chunk], last)
-            last = _begun(x @ self.dequantize(packed).T, last)
+            last = _begun(x @ self.dequantize(packed, in_features).T, last)
             products.append(last)
         return _joined(products)
 
     def gather_matmul(self, x: mx.array, codes: mx.array, chosen: mx.array, sorted_indices: bool = False) -> mx.array:
-        """x @ centroids[codes[chosen]].T without the dense matrices.
+        """x @ centroids[indices[chosen]].T without the dense matrices.
 
         Parameters
         ----------
@@ -104,12 +112,13 @@ class Codebook:
         float32 (..., n, rows)
         """
         stack, rows, words = codes.shape
-        x, padded = self._padded(x, words)
+        in_features = x.shape[-1]
         if self.native:
-            scales, biases = self._scales_and_biases(stack * rows, padded)
+            x = self._padded(x, codes)
+            scales, biases = self._scales_and_biases(stack * rows, x.shape[-1])
             return mx.gather_qmm(
                 x, codes, scales.reshape(stack, rows, -1), biases.reshape(stack, rows, -1), rhs_indices=chosen,
-                transpose=True, group_size=_group_size(padded), bits=self.bits, sorted_indices=sorted_indices,
+                transpose=True, group_size=_group_size(x.shape[-1]), bits=self.bits, sorted_indices=sorted_indices,
             )  # fmt: skip
         batch = mx.broadcast_shapes(x.shape[:-2], chosen.shape)
         pairs = math.prod(batch)
@@ -120,62 +129,89 @@ class Codebook:
             return mx.stack(products).reshape(*batch, x.shape[-2], rows)
         if pairs < stack:  # fewer than there are matrices: only theirs become dense
             codes, chosen, stack = codes[chosen.reshape(pairs)], mx.arange(pairs).reshape(batch), pairs
-        chunk = _chunk(stack * padded, _STACK_CHUNK)
+        chunk = _chunk(stack * in_features, _STACK_CHUNK)
         last: mx.array | None = None
         products = []
         for start in range(0, rows, chunk):
             packed = _after(codes[:, start : start + chunk], last).reshape(-1, words)
-            dense = self.dequantize(packed).reshape(stack, -1, padded).swapaxes(-1, -2)
+            dense = self.dequantize(packed, in_features).reshape(stack, -1, in_features).swapaxes(-1, -2)
             last = _begun(mx.gather_mm(x, dense, rhs_indices=chosen, sorted_indices=sorted_indices), last)
             products.append(last)
         return _joined(products)
 
-    def dequantize(self, codes: mx.array) -> mx.array:
-        """centroids[codes], float32 (rows, padded in_features)."""
-        together = _WEIGHTS_TOGETHER[self.bits]
+    def dequantize(self, codes: mx.array, in_features: int) -> mx.array:
+        """centroids[indices], float32 (rows, in_features)."""
+        together = 2 if self.window + self.bits <= _WEIGHTS_PATTERN else 1
         if self._weights is None:
-            patterns = np.arange(2 ** (self.bits * together), dtype=np.uint32)[:, None]
-            shifts = np.arange(together, dtype=np.uint32) * np.uint32(self.bits)
-            values = self.centroids[(patterns >> shifts) & np.uint32(2**self.bits - 1)]
-            # complex64 for two: one element is gathered faster than a row of two
-            self._weights = mx.array(values.view(np.complex64).reshape(-1) if together == 2 else values)
-        fields = _fields(codes, self.bits * together)
-        looked_up = self._weights[fields[0] if len(fields) == 1 else mx.stack(fields, axis=-1)]
-        if together == 2:
-            looked_up = looked_up.view(mx.float32)
-        return looked_up.reshape(codes.shape[0], -1)
+            self._weights = self._centroids
+            if together == 2:
+                patterns = np.arange(2 ** (self.window + self.bits), dtype=np.uint32)[:, None]
+                shifts = np.array([0, self.bits], np.uint32)
+                values = self.centroids[(patterns >> shifts) & np.uint32(2**self.window - 1)]
+                self._weights = mx.array(values.view(np.complex64).reshape(-1))  # two are looked up as one number
+        found = fields(codes, self.window + (together - 1) * self.bits, together * self.bits)
+        looked_up = _looked_up(self._weights, found[0] if len(found) == 1 else mx.stack(found, axis=-1))
+        weights = looked_up.view(mx.float32).reshape(codes.shape[0], -1)
+        tail = tail_columns(self.bits, self.window, in_features)
+        if tail:
+            return mx.concatenate([weights[:, : in_features - tail], self._tail(codes, in_features)], axis=1)
+        return weights if weights.shape[1] == in_features else weights[:, :in_features]
 
-    def _padded(self, x: mx.array, words: int) -> tuple[mx.array, int]:
-        """x with zeros for the padding codes, and the length of its last axis then."""
-        padded = words // self.bits * 32
-        if x.shape[-1] != padded:
-            x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - x.shape[-1])])
-        return x, padded
+    def _tail(self, codes: mx.array, in_features: int) -> mx.array:
+        """The weights of a row's last windows, float32 (rows, tail_columns)."""
+        indices = tail_indices(codes, self.bits, self.window, in_features)
+        return _looked_up(self._centroids, indices).reshape(indices.shape)
+
+    def _padded(self, x: mx.array, codes: mx.array) -> mx.array:
+        """x with zeros for the padding codes."""
+        padded = codes.shape[-1] // self.bits * 32
+        return x if x.shape[-1] == padded else mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - x.shape[-1])])
+
+    def _together(self) -> int:
+        """How many codes a pattern of sums has."""
+        return _SUMS_TOGETHER[self.bits] if self.window == self.bits else 1
+
+    def _few_rows(self) -> int:
+        return _FEW_ROWS if self.window == self.bits else _FEW_ROWS_OF_ONE
 
     def _by_sums(self, x: mx.array, codes: mx.array) -> mx.array:
         """As `matmul`, each group of columns having a table of what it adds to a product."""
-        together = _SUMS_TOGETHER[self.bits]
-        count = _fields_of_a_group(self.bits * together)
-        columns = x.reshape(-1, x.shape[-1] // (count * together), count, together)
-        tables = columns[..., :1] * self._centroids
-        for k in range(1, together):
-            added = columns[..., k : k + 1] * self._centroids
-            tables = (added[..., :, None] + tables[..., None, :]).reshape(*columns.shape[:-1], -1)
-        chunk = _chunk(columns.shape[1])  # of what one look-up finds
+        together, in_features = self._together(), x.shape[-1]
+        tail = tail_columns(self.bits, self.window, in_features)
+        flat = x.reshape(-1, in_features)
+        inner = self._padded(flat[:, : in_features - tail], codes)
+        width, stride = self.window + (together - 1) * self.bits, together * self.bits
+        tables: list[mx.array] = []
+        chunk = _chunk(inner.shape[1] // max(2, together))  # of what look-ups in one table find
         last: mx.array | None = None
         products = []  # (rows of x, rows of a chunk)
         for start in range(0, codes.shape[0], chunk):
-            fields = _fields(_after(codes[start : start + chunk], last), self.bits * together)
-            rows: list[mx.array] = []
-            for table in tables:
-                for k, field in enumerate(fields):
-                    part = mx.take_along_axis(table[:, k], field.T, axis=1).sum(axis=0, keepdims=True)
-                    if k > 0:
-                        part = rows.pop() + part
-                    last = _begun(part, last)
-                    rows.append(part)
+            found = fields(_after(codes[start : start + chunk], last), width, stride)
+            tables = tables or self._sums(inner, len(found), together)
+            rows = []
+            for i in range(flat.shape[0]):
+                parts = [
+                    mx.take_along_axis(sums[i], field.T, axis=1) for sums, field in zip(tables, found, strict=True)
+                ]
+                last = _begun(sum(parts[1:], parts[0]).sum(axis=0, keepdims=True), last)
+                rows.append(last)
             products.append(_joined(rows, axis=0))
-        return _joined(products).reshape(*x.shape[:-1], -1)
+        y = _joined(products)
+        if tail:
+            y = y + flat[:, in_features - tail :] @ self._tail(codes, in_features).T
+        return y.reshape(*x.shape[:-1], -1)
+
+    def _sums(self, x: mx.array, count: int, together: int) -> list[mx.array]:
+        """For each of the `count` columns of a group, the sums over all patterns: (rows of x, groups, patterns)."""
+        columns = x.reshape(x.shape[0], -1, count, together)
+        tables = []
+        for column in range(count):
+            sums = columns[..., column, :1] * self._centroids
+            for k in range(1, together):
+                added = columns[..., column, k : k + 1] * self._centroids
+                sums = (added[..., :, None] + sums[..., None, :]).reshape(*sums.shape[:-1], -1)
+            tables.append(sums)
+        return tables
 
     def _native_matmul(self, x: mx.array, codes: mx.array) -> mx.array:
         """As `matmul`, by MLX's kernel for evenly spaced centroids."""
@@ -248,25 +284,6 @@ def _joined(parts: list[mx.array], axis: int = -1) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
 
 
-def _fields_of_a_group(width: int) -> int:
-    """How many fields of so many bits are whole bytes."""
-    return 8 // math.gcd(width, 8)
-
-
-def _fields(codes: mx.array, width: int) -> list[mx.array]:
-    """The bits of each row as unsigned integers of `width` bits, LSB first: the first ones of groups of whole
-    bytes, (rows, groups), then the second ones, and so on."""
-    if width in (8, 16):
-        return [codes.view(mx.uint8 if width == 8 else mx.uint16)]
-    count = _fields_of_a_group(width)
-    groups = codes.view(mx.uint8).reshape(codes.shape[0], -1, count * width // 8)
-    fields = []
-    for start in range(0, count * width, width):
-        first, shift = divmod(start, 8)
-        end, last = shift + width, (start + width - 1) // 8
-        dtype = mx.uint8 if end <= 8 else mx.uint16 if end <= 16 else mx.uint32
-        field = groups[..., first].astype(dtype) >> shift
-        for byte in range(first + 1, last + 1):
-            field = field | (groups[..., byte].astype(dtype) << (8 * (byte - first) - shift))
-        fields.append(field if end % 8 == 0 else field & (2**width - 1))
-    return fields
+def _looked_up(table: mx.array, at: mx.array) -> mx.array:
+    """table[at], flat: an axis of its own is gathered many times faster than elements of an array."""
+    return mx.take_along_axis(table[None], at.reshape(1, -1), axis=1)[0]

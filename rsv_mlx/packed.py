@@ -171,8 +171,7 @@ class Packed(Module):
 
     def _rows(self, weight: mx.array, scales: mx.array) -> mx.array:
         """Rows of W, float32 (..., input_dims), from packed ones (..., row_words) and their scales (...)."""
-        w = self.codebook.dequantize(weight.reshape(-1, weight.shape[-1]))
-        w = w[:, : self.input_dims] * scales.reshape(-1, 1)
+        w = self.codebook.dequantize(weight.reshape(-1, weight.shape[-1]), self.input_dims) * scales.reshape(-1, 1)
         return w if self.transform is None else self.transform.inverse(w)
 
     def _product(self, x: mx.array) -> mx.array:
@@ -202,7 +201,7 @@ class Packed(Module):
         kind = "uniform" if self.codebook.step is not None else "table"
         return (
             f"input_dims={self.input_dims}, output_dims={self.output_dims}, bias={self.has_bias}, "
-            f"bits={self.bits}, codebook={kind}, transform={self.transform is not None}"
+            f"bits={self.bits}, window={self.codebook.window}, codebook={kind}, transform={self.transform is not None}"
         )
 
 
