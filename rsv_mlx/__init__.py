@@ -5,7 +5,7 @@ Modules, bottom up:
 - transform: T on activations;  window: indices of codes;  codebook: centroids, and products with packed codes
 - packed: what quantized layers have in common;  linear, embedding, switch: in place of MLX's own modules
 - adopt: bytes of a file to arrays: adopted, copied or read when first used
-- binding: layers and tensors to the modules of a model
+- tracing: which arrays came through foreign code unchanged;  binding: layers and tensors to the modules of a model
 - loading: load, load_model, graft;  saving: save;  quantizing: quantize_model
 - calibrate: what the linear layers of a model see while it runs on text
 """

@@ -19,6 +19,7 @@ from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
 from rsv_mlx.packed import Packed, SharedInput, weight_dtype, weight_shape
 from rsv_mlx.switch import QuantizedSwitchLinear, is_switch
+from rsv_mlx.tracing import Trace, alias, make_stub, trace
 
 _NAMED = 8  # names that an error lists; the rest are counted
 
@@ -44,11 +45,14 @@ class Plan:
         Path of another module -> name of the layer whose dequantized weight it takes, and whether it has a bias.
     parameters : dict
         Path of a parameter -> array.
+    kept : set
+        Those parameters that are tensors of the file as they were.
     """
 
     packed: dict[str, Place]
     dense: dict[str, tuple[str, bool]]
     parameters: dict[str, mx.array]
+    kept: set[str]
 
 
 def make_plan(
@@ -77,7 +81,7 @@ def make_plan(
     RsvError
         missing_layer, unexpected_layer, shape_mismatch.
     """
-    placed, parameters = _sanitized(model, layers, tensors, dequantized)
+    placed, parameters, kept = _sanitized(model, layers, tensors, dequantized)
     modules = dict(model.named_modules())  # type: ignore[no-untyped-call]
     wanted: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore
     packed: dict[str, Place] = {}
@@ -113,8 +117,8 @@ def make_plan(
         _refuse("unexpected_layer", unexpected, "the file has what the model has not")
     if misshapen:
         _refuse("shape_mismatch", misshapen, "the file's and the model's shapes differ")
-    refused = set(unexpected)
-    return Plan(packed, dense, {path: array for path, array in parameters.items() if path not in refused})
+    taken = {path: array for path, array in parameters.items() if path not in set(unexpected)}
+    return Plan(packed, dense, taken, kept & taken.keys())
 
 
 def install(model: Module, layers: Mapping[str, Module], parameters: Mapping[str, mx.array]) -> None:
@@ -161,37 +165,75 @@ def _sanitized(
     layers: Mapping[str, Layer],
     tensors: Mapping[str, mx.array],
     dequantized: Callable[[str], dict[str, mx.array]],
-) -> tuple[dict[str, str], dict[str, mx.array]]:
-    """Path of a module -> name of the layer there, and the other parameters, both as the model calls them.
+) -> tuple[dict[str, str], dict[str, mx.array], set[str]]:
+    """Path of a module -> name of the layer there, and the other parameters, both as the model calls them; and which
+    of those parameters are the file's tensors as they were.
 
-    Placeholders stand for the weights of layers: one that comes out of `sanitize` as it went in was at most
-    renamed. Where one does not, it was dropped or merged into another weight: then the real one goes in.
+    Stubs stand for the weights of layers. A layer whose stubs come out of `sanitize` as they went in was at most
+    renamed, or dropped if they do not come out at all. Where something was made of one, the real weight goes in: as
+    often as that shows new ones, since what `sanitize` does may depend on what it is given.
     """
-    zero = mx.array(0.0)
-    stubs = {
-        f"{name}.{part}": mx.broadcast_to(zero, shape)
-        for name, layer in layers.items()
-        for part, shape in (("weight", _layer_shape(layer)), ("bias", _layer_shape(layer)[:-1]))
-        if part == "weight" or layer.bias_dtype is not None
-    }
     if not hasattr(model, "sanitize"):
-        return {name: name for name in layers}, dict(tensors)
-    weights = _sanitize(model, dict(tensors) | stubs)
-    left = {id(value) for value in weights.values()}
-    vanished = [name for name in layers if id(stubs[f"{name}.weight"]) not in left]
-    if vanished:
-        for name in vanished:
-            stubs.update({f"{name}.{part}": array for part, array in dequantized(name).items()})
-        weights = _sanitize(model, dict(tensors) | stubs)
-    origins = {id(stubs[f"{name}.{part}"]): (name, part) for name in layers.keys() - set(vanished)
-               for part in ("weight", "bias") if f"{name}.{part}" in stubs}  # fmt: skip
-    placed, parameters = {}, {}
-    for path, value in weights.items():
-        if id(value) not in origins:
-            parameters[path] = value
-        elif origins[id(value)][1] == "weight":
-            placed[path.removesuffix(".weight")] = origins[id(value)][0]
-    return placed, parameters
+        return {name: name for name in layers}, dict(tensors), set(tensors)
+    stubs = {f"{name}.{part}": make_stub(shape) for name, layer in layers.items() for part, shape in _parts(layer)}
+    real: dict[str, mx.array] = {}
+    before = _structure(model)
+    while True:
+        given = {**tensors, **stubs, **real}
+        results = _sanitize(model, {name: alias(array) for name, array in given.items()})
+        found = trace({**tensors, **stubs}, results)
+        paths: dict[str, set[str]] = {}
+        for path, origin in found.origins.items():
+            paths.setdefault(origin, set()).add(path)
+        changed = [
+            name
+            for name, layer in layers.items()
+            if f"{name}.weight" in stubs and not _renamed(name, layer, paths, found, results)
+        ]
+        if not changed:
+            break
+        for name in changed:
+            real.update({f"{name}.{part}": array for part, array in dequantized(name).items()})
+            for part, _ in _parts(layers[name]):
+                del stubs[f"{name}.{part}"]
+        _restore(before)
+    placed = {path.removesuffix(".weight"): name for name in layers for path in paths.get(f"{name}.weight", ())}
+    parameters = {path: array for path, array in results.items() if found.origins.get(path) not in stubs}
+    return placed, parameters, found.origins.keys() & parameters.keys()
+
+
+def _parts(layer: Layer) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of what a layer stands for in a checkpoint."""
+    shape = _layer_shape(layer)
+    return [("weight", shape)] if layer.bias_dtype is None else [("weight", shape), ("bias", shape[:-1])]
+
+
+def _renamed(
+    name: str, layer: Layer, paths: Mapping[str, set[str]], found: Trace, results: Mapping[str, mx.array]
+) -> bool:
+    """Whether a layer came through as a whole, unchanged and with no other's bias, or was dropped."""
+    places = []
+    for part, _ in _parts(layer):
+        ends = paths.get(f"{name}.{part}", set())
+        if f"{name}.{part}" in found.touched or not all(path.endswith(f".{part}") for path in ends):
+            return False
+        places.append({path.removesuffix(f".{part}") for path in ends})
+    if len(places) == 1 and any(f"{place}.bias" in results for place in places[0]):
+        return False
+    return all(place == places[0] for place in places)
+
+
+def _structure(model: Module) -> list[tuple[Module, dict[str, Any], dict[str, Any]]]:
+    """What the modules of a model hold."""
+    return [(module, dict(module), dict(vars(module))) for module in model.modules() if not isinstance(module, Packed)]  # type: ignore
+
+
+def _restore(structure: list[tuple[Module, dict[str, Any], dict[str, Any]]]) -> None:
+    """Give modules back what they held: `sanitize` may drop a module that has no weights, a head that is tied."""
+    for module, items, attributes in structure:
+        for held, was in ((module, items), (vars(module), attributes)):
+            dict.clear(held)  # a module's own `update` is another
+            dict.update(held, was)
 
 
 def _sanitize(model: Module, weights: dict[str, mx.array]) -> dict[str, mx.array]:

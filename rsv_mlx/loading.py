@@ -171,8 +171,7 @@ def _fill(
     with _timed(report, "tensors"):
         tensors = {name: content.tensor(tensor) for name, tensor in file.tensors.items()}
         plan = make_plan(model, file.layers, tensors, content.dequantized, strict)
-        stored = {id(array) for array in tensors.values()}
-        report.dense_nbytes += sum(a.nbytes for a in plan.parameters.values() if id(a) not in stored)
+        report.dense_nbytes += sum(a.nbytes for path, a in plan.parameters.items() if path not in plan.kept)
         parameters = {path: _cast(array, casts, report) for path, array in plan.parameters.items()}
         mx.eval(parameters)
     with _timed(report, "layers"):
