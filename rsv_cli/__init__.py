@@ -20,6 +20,10 @@ def run() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started with it closed
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+    columns = os.environ.get("COLUMNS", "1")
+    if not columns.isdecimal() or not int(columns):
+        del os.environ["COLUMNS"]  # rich would print nothing in 0 columns
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its remarks repeat a file's names as they are
     try:
         from rsv_cli.app import app
     except ModuleNotFoundError as e:

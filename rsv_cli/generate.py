@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.text import Text
@@ -24,36 +25,62 @@ def generate(
     temp: Annotated[float, typer.Option("--temp", min=0, help="Temperature; 0 takes the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option("--seed", min=0, max=2**53 - 1, help="Of the sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
+    template_seconds: Annotated[
+        float, typer.Option("--template-seconds", min=0.1, help="Processor time that the file's chat template and "
+                            "tokenizer may take for the prompt.")
+    ] = 20.0,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Generate text with MLX.
 
     The file carries config and tokenizer, so it is all that is needed. The prompt is wrapped in the tokenizer's
-    chat template if it has one. The text goes to standard output as it comes, speeds to standard error.
-    Needs [bold]pip install 'rsv-format[mlx]'[/bold].
+    chat template if it has one. The text goes to standard output as it comes, speeds to standard error; on a
+    terminal its control characters are escaped. No code that a file brings is run.
+    Needs [bold]pip install 'rsv-format\\[mlx]'[/bold].
 
     Example: [bold cyan]rsv generate smol.rsv --prompt "Why is the sky blue?" --max-tokens 100[/bold cyan]
     """
     with session():
-        text = sys.stdin.read() if prompt == "-" else prompt
-        _generate(file, text, max_tokens, temp, seed, raw, quiet)
+        _generate(file, _text(prompt), max_tokens, temp, seed, raw, template_seconds, quiet)
 
 
-def _generate(file: Path, prompt: str, max_tokens: int, temp: float, seed: int, raw: bool, quiet: bool) -> None:
-    core, mlx_lm, samplers = (mlx_module(name) for name in ("mlx.core", "mlx_lm", "mlx_lm.sample_utils"))
-    model, tokenizer = mlx_module("rsv_mlx").load(file)
+def _text(prompt: str) -> str:
+    """What the option says, or standard input; UTF-8 in any locale."""
+    from rsv_format import RsvError
+
+    data = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise RsvError("bad_argument", "--prompt", f"is not UTF-8: {e.reason} at byte {e.start}") from None
+
+
+def _generate(
+    file: Path, prompt: str, max_tokens: int, temp: float, seed: int, raw: bool, seconds: float, quiet: bool
+) -> None:
+    from rsv_format import RsvError
+
+    core, prompts = mlx_module("mlx.core"), mlx_module("rsv_mlx.prompt")
+    with terminal.waiting("loading", quiet=quiet):
+        with prompts.encoding(file, prompt, chat=not raw, seconds=seconds) as encoding:
+            mlx_lm, samplers, calibrate = map(mlx_module, ("mlx_lm", "mlx_lm.sample_utils", "rsv_mlx.calibrate"))
+            tokens = encoding.tokens()
+        if not tokens:
+            raise RsvError("bad_argument", "--prompt", "it has no tokens: there is nothing to continue")
+        model, tokenizer = mlx_module("rsv_mlx").load(file)
+    calibrate.check_tokens(model, tokens)
     core.random.seed(seed)
-    tokens: Any = prompt
-    if not raw and getattr(tokenizer, "chat_template", None):
-        messages = [{"role": "user", "content": prompt}]
-        tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    sampler = samplers.make_sampler(temp=temp)
+    stream = mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens=max_tokens, sampler=sampler)
     last = None
-    for last in mlx_lm.stream_generate(
-        model, tokenizer, tokens, max_tokens=max_tokens, sampler=samplers.make_sampler(temp=temp)
-    ):
-        sys.stdout.write(last.text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+    while True:
+        with mlx_module("rsv_mlx.untrusted").library("unsupported_model", str(file)):
+            part = next(stream, None)
+        if part is None:
+            break
+        terminal.write_text(part.text)
+        last = part
+    terminal.write_text("\n")
     if last is not None and not quiet:
         line = f"prompt {last.prompt_tokens} tokens, {last.prompt_tps:.1f}/s · "
         line += f"generated {last.generation_tokens} tokens, {last.generation_tps:.1f}/s · "

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from rsv_format import RsvError
 
 FAILED, USAGE, PIPE_CLOSED = 1, 2, 141
+_TRACEBACK = "RSV_TRACEBACK"
+_LONGEST = 2000  # characters of a place or a detail on a terminal: both can come from a file
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
@@ -48,6 +50,17 @@ def session(as_json: bool = False) -> Iterator[None]:
                 raise
             except OSError as e:
                 raise RsvError("io_error", str(e.filename or "system"), e.strerror or str(e)) from e
+            except MemoryError as e:
+                raise RsvError("out_of_memory", "system", str(e) or "there is not enough for this") from e
+            except (RsvError, typer.Exit, typer.Abort, typer.BadParameter):
+                raise
+            except Exception as e:
+                if isinstance(e, RuntimeError) and "allocate" in str(e):  # MLX's
+                    raise RsvError("out_of_memory", "system", str(e)) from e
+                if os.environ.get(_TRACEBACK):
+                    raise
+                detail = f"{e} (a fault of rsv; {_TRACEBACK}=1 in the environment shows where)"
+                raise RsvError("internal_error", type(e).__name__, detail) from e
         except RsvError as e:
             report(e, as_json)
             sys.stdout.flush()
@@ -59,8 +72,9 @@ def report(error: RsvError, as_json: bool = False) -> None:
     if as_json:
         terminal.write_json(error_object(error))
     else:
-        line = Text.assemble((f"error[{error.code}]", "bold red"), " ", (terminal.plain(error.where), "bold"))
-        line.append(f": {terminal.plain(error.detail)}")
+        where, detail = (terminal.plain(terminal.short(text, _LONGEST)) for text in (error.where, error.detail))
+        line = Text.assemble((f"error[{error.code}]", "bold red"), " ", (where, "bold"))
+        line.append(f": {detail}")
         terminal.stderr().print(line, soft_wrap=True)
 
 
@@ -81,8 +95,10 @@ def mlx_module(name: str) -> Any:
 
     try:
         return importlib.import_module(name)
-    except ImportError as e:
+    except ModuleNotFoundError as e:
         raise RsvError("missing_dependency", name, f"{e}: pip install 'rsv-format[mlx]'") from e
+    except ImportError as e:  # it is there: what it lacks is something else, as memory
+        raise RsvError("missing_dependency", name, str(e)) from e
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 Progress = Callable[[int, int, str], None]
+_USUAL_WIDTH = 80  # of a terminal that does not tell
 _PIPED_WIDTH = 132  # columns of a table that no terminal limits
 
 
@@ -33,8 +34,17 @@ def stderr() -> Console:
 def _console(file: Any) -> Console:
     with contextlib.suppress(AttributeError):  # a stream of the tests
         file.reconfigure(errors="replace")  # a bar or a name beyond the terminal's encoding is no reason to fail
-    width = None if file.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
-    return _Console(file=file, width=width, highlight=False, soft_wrap=False)
+    return _Console(file=file, width=_width(file), highlight=False, soft_wrap=False)
+
+
+def _width(file: Any) -> int:
+    """Columns: what the environment says, if it is a number above 0; else the terminal's."""
+    wanted = os.environ.get("COLUMNS", "")
+    if wanted.isdecimal() and int(wanted):
+        return int(wanted)
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no terminal, or a stream of the tests
+        return os.get_terminal_size(file.fileno()).columns or _USUAL_WIDTH
+    return _PIPED_WIDTH
 
 
 def write_json(tree: Any) -> None:
@@ -42,9 +52,35 @@ def write_json(tree: Any) -> None:
     sys.stdout.write(json.dumps(tree, indent=2, allow_nan=False) + "\n")
 
 
+def short(text: str, longest: int) -> str:
+    """The beginning of a text, and how long it is, if it is longer."""
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
+
+
 def plain(text: str) -> str:
     """Text of a file made safe for a terminal: control characters and their like are escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
+
+
+def write_text(text: str) -> None:
+    """Text of a model on standard output, at once: as it is in a pipe or file, on a terminal without its commands."""
+    stream = sys.stdout
+    with contextlib.suppress(AttributeError):  # a stream of the tests
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    if stream.isatty():
+        text = "".join(c if c in "\n\t" else plain(c) for c in text)
+    stream.write(text)
+    stream.flush()
+
+
+@contextlib.contextmanager
+def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
+    """A sign of life on standard error while the body runs, where there is a terminal to see it."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    with stderr().status(what):
+        yield
 
 
 @contextlib.contextmanager

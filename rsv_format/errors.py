@@ -53,7 +53,10 @@ _BY_PHASE: dict[str, tuple[str, ...]] = {
         "bad_argument",
         "content_invalid",
         "missing_dependency",
+        "over_limit",
+        "out_of_memory",
         "closed",
+        "internal_error",
     ),
 }
 

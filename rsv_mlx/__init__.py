@@ -6,8 +6,10 @@ Modules, bottom up:
 - packed: what quantized layers have in common;  linear, embedding, switch: in place of MLX's own modules
 - adopt: bytes of a file to arrays: adopted, copied or read when first used
 - tracing: which arrays came through foreign code unchanged;  binding: layers and tensors to the modules of a model
-- loading: load, load_model, graft;  saving: save;  quantizing: quantize_model
+- untrusted: mlx-lm's models and tokenizers, of data alone
+- loading: load, load_model, load_tokenizer, graft;  saving: save;  quantizing: quantize_model
 - calibrate: what the linear layers of a model see while it runs on text
+- prompt: a prompt to tokens, in a process with limits
 """
 
 try:
@@ -18,7 +20,7 @@ except ImportError as e:  # pragma: no cover
 from rsv_mlx.adopt import LoadReport, adoption_obstacle
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
-from rsv_mlx.loading import graft, load, load_model
+from rsv_mlx.loading import graft, load, load_model, load_tokenizer
 from rsv_mlx.quantizing import quantize_model
 from rsv_mlx.saving import save
 from rsv_mlx.switch import QuantizedSwitchLinear
@@ -32,6 +34,7 @@ __all__ = [
     "graft",
     "load",
     "load_model",
+    "load_tokenizer",
     "quantize_model",
     "save",
 ]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,23 @@ from numpy.typing import NDArray
 
 import rsv_format
 from rsv_format import RsvError, Source
-from rsv_mlx.adopt import LoadReport
 from rsv_mlx.binding import packed_kind
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
-from rsv_mlx.loading import _TOKENIZERS, _skeleton, _tokenizer, load
+from rsv_mlx.loading import load
 from rsv_mlx.packed import weight_shape
 from rsv_mlx.switch import QuantizedSwitchLinear, is_switch
+from rsv_mlx.untrusted import (
+    DATA,
+    VOCABULARIES,
+    check_config,
+    config_of,
+    data_folder,
+    library,
+    mlx_lm_utils,
+    skeleton,
+    tokenizer,
+)
 
 CHUNK = 512  # llama.cpp's: what lies further back moves the means little
 _SOURCES = (".gguf", ".safetensors")  # single files of the kinds that open_source takes
@@ -109,15 +117,35 @@ def random_importance(model: Module, seed: int = 0) -> dict[str, NDArray[np.floa
         Path of a module -> float64 (in_features,). Empty for a model that does not begin with an embedding table,
         or that does not run.
     """
-    tables = (m for _, m in model.named_modules() if packed_kind(m) is QuantizedEmbedding)  # type: ignore
-    shape = next((weight_shape(module) for module in tables), None)
-    if shape is None:
+    rows = table_rows(model)
+    if rows is None:
         return {}
     try:
-        counts = calibrate(model, rsv_format.random_tokens(shape[0], seed).tolist())
+        counts = calibrate(model, rsv_format.random_tokens(rows, seed).tolist())
     except Exception:  # a module may want anything but tokens
         return {}
     return {name: np.atleast_2d(sums).sum(axis=0) / seen.sum() for name, (sums, seen) in counts.items()}
+
+
+def table_rows(model: Module) -> int | None:
+    """How many tokens a model's first embedding table has; None without one."""
+    tables = (m for _, m in model.named_modules() if packed_kind(m) is QuantizedEmbedding)  # type: ignore
+    shape = next((weight_shape(module) for module in tables), None)
+    return None if shape is None else shape[0]
+
+
+def check_tokens(model: Module, tokens: Sequence[int]) -> None:
+    """MLX reads beyond a table where a tokenizer has more tokens than it: refuse them.
+
+    Raises
+    ------
+    RsvError
+        unsupported_model.
+    """
+    rows = table_rows(model)
+    if rows is not None and len(tokens) and not 0 <= min(tokens) <= max(tokens) < rows:
+        detail = f"it gives token {max(tokens)}, but the model's table has {rows} rows"
+        raise RsvError("unsupported_model", "tokenizer", detail)
 
 
 def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:
@@ -199,50 +227,53 @@ def load_anything(spec: str | os.PathLike[str]) -> tuple[Module, Any]:
     path = Path(spec)
     if path.suffix in _SOURCES:
         with rsv_format.open_source(path) as source:
-            model, tokenizer = _from_source(source)
+            model, words = _from_source(source)
     elif path.is_file() or path.suffix == ".rsv":
-        model, tokenizer = load(path)
+        model, words = load(path)
+    elif path.is_dir():
+        model, words = _from_folder(path)
     else:
-        model, tokenizer = _by_mlx_lm(path, str(spec))
+        with rsv_format.open_source(spec) as source:  # of the hub
+            model, words = _from_source(source)
     if mx.default_device() == mx.cpu:
         model.set_dtype(mx.float32)
-    return model, tokenizer
+    return model, words
 
 
 def _from_source(source: Source) -> tuple[Module, Any]:
-    if source.config is None or not any(name in source.attachments for name in _TOKENIZERS):
-        missing = "config.json" if source.config is None else "tokenizer.json"
-        raise RsvError("missing_attachment", missing, f"{source.path} comes without it, and cannot run")
-    with tempfile.TemporaryDirectory(prefix="rsv-") as folder:
-        for name, (_, data) in source.attachments.items():
-            Path(folder, name).write_bytes(data)
-        report = LoadReport()
-        model, config = _skeleton(Path(folder), report)
+    with data_folder((name, data) for name, (_, data) in source.attachments.items()) as folder:
+        _require(source.path, folder)
+        model, config = skeleton(folder, {tensor.name: tensor.shape for tensor in source.tensors.values()})
         weights = {}
         for name, tensor in source.tensors.items():
             array = mx.array(tensor.read())
             weights[name] = array.view(mx.bfloat16) if tensor.dtype == "bf16" else array
-        try:
+        with library("unsupported_model", source.path):
             weights = model.sanitize(weights) if hasattr(model, "sanitize") else weights
             model.load_weights(list(weights.items()))
-        except (KeyError, ValueError) as e:
-            raise RsvError("unsupported_model", source.path, f"{type(e).__name__}: {e}") from e
         model.eval()
-        return model, _tokenizer(Path(folder), config, None, report)
+        return model, tokenizer(folder, config)
 
 
-def _by_mlx_lm(path: Path, spec: str) -> tuple[Module, Any]:
-    try:
-        import mlx_lm
-    except ImportError as e:
-        raise RsvError("missing_dependency", "mlx_lm", "pip install 'rsv-format[mlx]'") from e
-    try:
-        config = path / "config.json"
-        if config.exists() and "model_file" in json.loads(config.read_bytes()):
-            raise ValueError("it brings its own code, which is never run")
-        loaded = mlx_lm.load(spec, lazy=True)
-        return loaded[0], loaded[1]
-    except OSError as e:
-        raise RsvError("io_error", spec, str(e)) from e
-    except Exception as e:  # a model can be wrong in any way
-        raise RsvError("unsupported_model", spec, f"{type(e).__name__}: {e}") from e
+def _from_folder(path: Path) -> tuple[Module, Any]:
+    """By mlx-lm, which knows quantized folders of many kinds; its code alone is run."""
+    names = [name for name in os.listdir(path) if name in DATA or name.endswith(".tiktoken")]
+    with library("unsupported_model", str(path)):
+        data = {name: (path / name).read_bytes() for name in names}
+    with data_folder(data.items()) as folder, library("unsupported_model", str(path)):
+        _require(str(path), folder)
+        shapes = {
+            name: array.shape
+            for file in path.glob("model*.safetensors")
+            for name, array in mx.load(str(file)).items()  # type: ignore[union-attr]
+        }  # no weight is read
+        check_config(config_of(folder), shapes)
+        model, config = mlx_lm_utils().load_model(path, lazy=True, trust_remote_code=False)
+        return model, tokenizer(folder, config)
+
+
+def _require(where: str, folder: Path) -> None:
+    config = (folder / "config.json").exists()
+    if not config or not any((folder / name).exists() for name in VOCABULARIES):
+        missing = "tokenizer.json" if config else "config.json"
+        raise RsvError("missing_attachment", missing, f"{where} comes without it, and cannot run")

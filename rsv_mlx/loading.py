@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,19 @@ from rsv_mlx.linear import QuantizedLinear
 from rsv_mlx.packed import Packed
 from rsv_mlx.switch import QuantizedSwitchLinear
 from rsv_mlx.transform import Transform
+from rsv_mlx.untrusted import (
+    CONFIGS,
+    DATA,
+    VOCABULARIES,
+    config_of,
+    data_folder,
+    library,
+    mlx_lm_utils,
+    skeleton,
+    tokenizer,
+)
 
 MATERIALIZE = ("packed", "dense")
-_CONFIGS = ("config.json", "generation_config.json")
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")  # one is enough
 _DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -67,7 +75,7 @@ def load(
     return_report : bool
         Return a `LoadReport` as the last item.
     tokenizer_config : mapping, optional
-        As mlx-lm's.
+        As mlx-lm's, but for trust_remote_code: no code of a file is ever run.
 
     Returns
     -------
@@ -84,11 +92,12 @@ def load(
         return (model, report) if return_report else model
     report = LoadReport()
     result: tuple[Any, ...]
-    with _opened(path, report) as file, _folder(file) as folder:
-        model, config = _skeleton(folder, report)
+    with _opened(path, report) as file, _data(file) as folder:
+        _require_vocabulary(file)
+        model, config = _skeleton(folder, file, report)
         _fill(file, model, strict, zero_copy, lazy, materialize, dtype, report, config)
-        tokenizer = _tokenizer(folder, config, tokenizer_config, report)
-    result = (model, tokenizer)
+        with _timed(report, "tokenizer"):
+            result = (model, tokenizer(folder, config, tokenizer_config))
     return (*result, report) if return_report else result
 
 
@@ -110,10 +119,23 @@ def load_model(
     """
     report = LoadReport()
     with _opened(path, report) as file:
-        with _folder(file, _CONFIGS) as folder:
-            model, config = _skeleton(folder, report)
+        with _data(file, CONFIGS) as folder:
+            model, config = _skeleton(folder, file, report)
         _fill(file, model, strict, zero_copy, lazy, materialize, dtype, report, config)
     return (model, report) if return_report else model
+
+
+def load_tokenizer(path: str | os.PathLike[str], *, tokenizer_config: Mapping[str, Any] | None = None) -> Any:
+    """The tokenizer alone, as `load` returns it.
+
+    Raises
+    ------
+    RsvError
+        What `rsv_format.open` raises; missing_attachment, unsupported_model; bad_argument; missing_dependency.
+    """
+    with rsv_format.open(path) as file, _data(file) as folder:
+        _require_vocabulary(file)
+        return tokenizer(folder, config_of(folder), tokenizer_config)
 
 
 def graft(
@@ -281,36 +303,28 @@ def _opened(path: str | os.PathLike[str], report: LoadReport) -> Iterator[rsv_fo
             file.close()
 
 
-@contextlib.contextmanager
-def _folder(file: rsv_format.File, names: tuple[str, ...] | None = None) -> Iterator[Path]:
-    """A temporary folder with the attachments, as mlx-lm and transformers want them."""
+def _data(file: rsv_format.File, names: Iterable[str] = DATA) -> contextlib.AbstractContextManager[Path]:
+    """A temporary folder with the attachments that are data of a model."""
     if "config.json" not in file.attachments:
         raise RsvError("missing_attachment", "config.json", "without it, pass a model to fill: load(path, model=...)")
-    if names is None and not any(name in file.attachments for name in _TOKENIZERS):
+    return data_folder(((name, attachment.data) for name, attachment in file.attachments.items()), names)
+
+
+def _require_vocabulary(file: rsv_format.File) -> None:
+    if not any(name in VOCABULARIES for name in file.attachments):
         raise RsvError("missing_attachment", "tokenizer.json", "no tokenizer is attached; load_model needs none")
-    with tempfile.TemporaryDirectory(prefix="rsv-") as folder:
-        for name, attachment in file.attachments.items():
-            if names is None or name in names:
-                Path(folder, name).write_bytes(attachment.data)
-        yield Path(folder)
 
 
-def _skeleton(folder: Path, report: LoadReport) -> tuple[Module, dict[str, Any]]:
-    """The model of mlx-lm that the config describes; its random weights are never evaluated."""
+def _skeleton(folder: Path, file: rsv_format.File, report: LoadReport) -> tuple[Module, dict[str, Any]]:
+    """The model that the config describes, not larger than the file shows."""
+    shapes: dict[str, tuple[int, ...]] = {tensor.name: tensor.shape for tensor in file.header.tensors}
+    for entry in file.header.layers:
+        sides = (entry.out_features, entry.in_features)
+        shapes[entry.name] = sides if entry.stack == 1 else (entry.stack, *sides)
     with _timed(report, "mlx_lm"):
-        try:
-            from mlx_lm.utils import _get_classes, load_config
-        except ImportError as e:
-            raise RsvError("missing_dependency", "mlx_lm", "pip install 'rsv-format[mlx]'") from e
+        mlx_lm_utils()
     with _timed(report, "model"):
-        try:
-            config = load_config(folder)
-            if "model_file" in config:
-                raise ValueError("it brings its own code, which is never run")
-            model_class, arguments_class = _get_classes(config)
-            return model_class(arguments_class.from_dict(config)), config
-        except Exception as e:  # a config can be wrong in any way
-            raise RsvError("unsupported_model", "config.json", f"{type(e).__name__}: {e}") from e
+        return skeleton(folder, shapes)
 
 
 def _quantize_skeleton(model: Module, settings: Mapping[str, Any], names: Container[str]) -> None:
@@ -322,19 +336,9 @@ def _quantize_skeleton(model: Module, settings: Mapping[str, Any], names: Contai
             return False
         return own if isinstance(own, dict) else True
 
-    try:
+    with library("unsupported_model", "config.json, quantization"):
         general = {key: settings[key] for key in ("group_size", "bits", "mode") if key in settings}
         quantize(model, **general, class_predicate=chosen)
-    except Exception as e:  # a config can be wrong in any way
-        raise RsvError("unsupported_model", "config.json", f"quantization: {type(e).__name__}: {e}") from e
-
-
-def _tokenizer(folder: Path, config: Mapping[str, Any], extra: Mapping[str, Any] | None, report: LoadReport) -> Any:
-    from mlx_lm.utils import load_tokenizer
-
-    with _timed(report, "tokenizer"):
-        extra = dict(extra or {})
-        return load_tokenizer(folder, extra, eos_token_ids=config.get("eos_token_id"))  # type: ignore[no-untyped-call]
 
 
 def _casts(dtype: mx.Dtype | str | None, config: Mapping[str, Any] | None) -> dict[mx.Dtype, mx.Dtype]:

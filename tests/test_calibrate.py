@@ -206,7 +206,7 @@ def test_models_without_what_it_takes(folder: Path, tmp_path: Path) -> None:
     refused(lone, "unsupported_model", "mlp")
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(empty, "io_error", "empty")
+    refused(empty, "missing_attachment", "config.json")
 
 
 def test_a_tokenizer_that_begins_texts(folder: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -492,12 +493,9 @@ def test_extract_checks_the_digest(quantized: Path, tmp_path: Path) -> None:
 # ---- generate, with stand-ins for MLX
 
 
-class _Tokenizer:
-    chat_template = "{{ messages }}"
-
-    def apply_chat_template(self, messages: Any, **options: Any) -> list[str]:
-        assert options == {"add_generation_prompt": True, "return_dict": False}
-        return ["chat", messages[0]["role"], messages[0]["content"]]
+@contextlib.contextmanager
+def _encoding(path: Path, prompt: str, *, chat: bool, seconds: float) -> Any:
+    yield types.SimpleNamespace(tokens=lambda: [prompt, chat, seconds])
 
 
 @pytest.fixture
@@ -515,7 +513,10 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "mlx.core": {"random": types.SimpleNamespace(seed=lambda n: None)},
         "mlx_lm": {"stream_generate": stream_generate},
         "mlx_lm.sample_utils": {"make_sampler": lambda temp: temp},
-        "rsv_mlx": {"load": lambda path: ("model", _Tokenizer())},
+        "rsv_mlx": {"load": lambda path: ("model", "tokenizer")},
+        "rsv_mlx.prompt": {"encoding": _encoding},
+        "rsv_mlx.calibrate": {"check_tokens": lambda model, tokens: None},
+        "rsv_mlx.untrusted": {"library": lambda code, where: contextlib.nullcontext()},
     }
     for name, members in fakes.items():
         module = types.ModuleType(name)
@@ -528,13 +529,13 @@ def test_generate_applies_the_chat_template(prompts: list[Any], quantized: Path)
     result = rsv("generate", quantized, "--prompt", "Why?", "--max-tokens", 7, "--temp", 0.5)
     assert result.exit_code == 0 and result.stdout == "blue sky\n"
     assert "generated 2 tokens" in result.stderr
-    assert prompts == [(["chat", "user", "Why?"], 7, 0.5)]
+    assert prompts == [(["Why?", True, 20.0], 7, 0.5)]
 
 
 def test_generate_raw_from_standard_input(prompts: list[Any], quantized: Path) -> None:
     result = CliRunner().invoke(app, ["generate", str(quantized), "-p", "-", "--raw", "--quiet"], input="Once")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "blue sky\n", "")
-    assert prompts == [("Once", 256, 0.0)]
+    assert prompts == [(["Once", False, 20.0], 256, 0.0)]
 
 
 def test_generate_without_mlx(monkeypatch: pytest.MonkeyPatch, quantized: Path) -> None:

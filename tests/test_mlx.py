@@ -707,7 +707,7 @@ def test_front_door() -> None:
     assert rsv_mlx.__all__ == sorted(rsv_mlx.__all__)
     assert set(rsv_mlx.__all__) == {
         "LoadReport", "QuantizedEmbedding", "QuantizedLinear", "QuantizedSwitchLinear", "adoption_obstacle", "graft",
-        "load", "load_model", "quantize_model", "save",
+        "load", "load_model", "load_tokenizer", "quantize_model", "save",
     }  # fmt: skip
 
 
