@@ -4,6 +4,7 @@ Modules, bottom up:
 
 - errors, limits: codes and fixed sizes
 - layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
+- roles: what tensors are for, by their names
 - codebook: centroids;  rotation: transforms
 - header: JSON to structs;  validate: rules between entries, the walk over the blobs
 - payload: checks of values;  reader: open and view;  verify: check it all;  writer: stream into place
@@ -20,6 +21,7 @@ from rsv_format.quantizer.matrix import group_transform, quantize_matrix
 from rsv_format.quantizer.options import EMBEDDING_BITS, QuantizeOptions, table_bits
 from rsv_format.quantizer.synthetic import random_tokens
 from rsv_format.reader import Attachment, File, Layer, Tensor, open
+from rsv_format.roles import Role, layer_role
 from rsv_format.rotation import Transform
 from rsv_format.sources import Source, SourceTensor, open_source
 from rsv_format.summary import Summary, summarize
@@ -37,6 +39,7 @@ __all__ = [
     "LayerData",
     "QuantizeOptions",
     "QuantizeReport",
+    "Role",
     "RsvError",
     "Source",
     "SourceTensor",
@@ -46,6 +49,7 @@ __all__ = [
     "Transform",
     "Writer",
     "group_transform",
+    "layer_role",
     "open",
     "open_source",
     "pack",

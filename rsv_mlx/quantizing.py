@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
 import rsv_format
-from rsv_format import LayerData, RsvError
+from rsv_format import LayerData, Role, RsvError
 from rsv_mlx.binding import install, packed_kind, share_inputs
 from rsv_mlx.calibrate import random_importance
 from rsv_mlx.codebook import Codebook
@@ -25,8 +25,6 @@ from rsv_mlx.transform import Transform
 
 Floats = NDArray[np.floating[Any]]
 
-_HEADS = frozenset({"lm_head", "output"})  # as wide as the embedding, and as sensitive
-_KEPT = frozenset({"gate", "router", "shared_expert_gate", "wpe", "relative_attention_bias"})  # small, sensitive
 _BLOCK = 2**24  # weights that are dense in float32 at a time, 64 MiB
 
 
@@ -198,12 +196,10 @@ class _Job:
 
     def _bits_of(self, path: str, module: Module) -> int | None:
         """The bits of a module's weight, None if it is not quantized."""
-        kind, own = packed_kind(module), path.rpartition(".")[2]
-        if kind is None or isinstance(module, Packed) or not path or own in _KEPT or "position" in own:
+        kind, role = packed_kind(module), rsv_format.layer_role(path)
+        if kind is None or isinstance(module, Packed) or not path or not role.is_quantized:
             return None
-        if kind is QuantizedEmbedding or own in _HEADS:
-            return self.table_bits
-        return None if "embed" in path else self.bits
+        return self.table_bits if kind is QuantizedEmbedding or role is Role.TABLE else self.bits
 
     def _chosen(self, path: str) -> bool:
         def matches(patterns: Iterable[str]) -> bool:

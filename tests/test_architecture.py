@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = {"rsv_format", "rsv_mlx", "rsv_cli", "conformance", "tests"}
 PUBLIC = {
     "CODES", "EMBEDDING_BITS", "PAGE", "Attachment", "AttachmentData", "File", "Layer", "LayerData",
-    "QuantizeOptions", "QuantizeReport", "RsvError", "Source", "SourceTensor", "Summary", "Tensor", "TensorData",
-    "Transform", "Writer", "group_transform", "open", "open_source", "pack", "quantize", "quantize_layers",
-    "quantize_matrix", "random_tokens", "save", "share_groups", "summarize", "table_bits", "unpack", "verify", "write",
+    "QuantizeOptions", "QuantizeReport", "Role", "RsvError", "Source", "SourceTensor", "Summary", "Tensor",
+    "TensorData", "Transform", "Writer", "group_transform", "layer_role", "open", "open_source", "pack", "quantize",
+    "quantize_layers", "quantize_matrix", "random_tokens", "save", "share_groups", "summarize", "table_bits", "unpack",
+    "verify", "write",
 }  # fmt: skip
 # conformance is independent of the implementation that it tests, but for what drives it
 DRIVERS = {"conformance/adapters/python.py", "conformance/adapters/faulty.py", "conformance/faulty.py"}
@@ -93,7 +94,7 @@ LAYERS = [
     {"errors": set(), "limits": set()},
     {"layout": set(), "replacing": set()},
     {"packing": set(), "codebook": set(), "rotation": set(), "dtypes": set()},
-    {"header": set(), "payload": set()},
+    {"header": set(), "payload": set(), "roles": set()},
     {"validate": set()},
     {"reader": set(), "writer": set()},
     {"verify": set(), "summary": set()},
@@ -134,7 +135,8 @@ def test_sources_know_of_nothing_but_arrays() -> None:
         for parts in (x.split(".") for x in imports(path))
         if parts[0] == "rsv_format"
     }
-    assert "sources" in used and used <= {"sources", "errors", "limits", "layout", "dtypes", "packing", "replacing"}
+    below = {"sources", "errors", "limits", "layout", "dtypes", "packing", "replacing", "roles"}
+    assert "sources" in used and used <= below
 
 
 def test_reader_and_writer_are_strangers() -> None:

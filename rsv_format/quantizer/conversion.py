@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rsv_format.codebook import codebook as make_codebook
-from rsv_format.dtypes import FLOAT_DTYPES
 from rsv_format.errors import RsvError
 from rsv_format.header import (
     NO_DIGEST,
@@ -35,6 +34,7 @@ from rsv_format.quantizer.options import DEFAULT_BITS, IMPORTANCES, Importance, 
 from rsv_format.quantizer.synthetic import synthetic_importance
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
+from rsv_format.roles import Role
 from rsv_format.rotation import Floats, Transform
 from rsv_format.sources import Source, SourceTensor, open_source
 from rsv_format.sources.experts import stack_experts
@@ -50,8 +50,6 @@ from rsv_format.writer import (
     transform_entry,
     write,
 )
-
-_TABLES = frozenset({"embed_tokens", "wte", "lm_head"})  # one row a token
 
 Progress = Callable[[int, int, str], None]
 
@@ -279,12 +277,7 @@ class _Job:
         bits = table_bits(self.options.embedding_bits, self.plain_bits)
         if bits is None:
             return {}
-        tables = [
-            name.removesuffix(".weight")
-            for name, tensor in self.source.tensors.items()
-            if name.split(".")[-1] == "weight" and name.split(".")[-2:][0] in _TABLES
-            and tensor.dtype in FLOAT_DTYPES and len(tensor.shape) == 2
-        ]  # fmt: skip
+        tables = [name.removesuffix(".weight") for name in self.source.tensors if self.source.role(name) is Role.TABLE]
         if self.options.embedding_bits is not None and not tables:
             raise RsvError("bad_argument", "embedding_bits", "the source has no embedding table")
         return dict.fromkeys(tables, bits)

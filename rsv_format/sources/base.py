@@ -20,15 +20,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rsv_format.dtypes import FLOAT_DTYPES, NUMPY_DTYPE, to_bfloat16, to_float32
+from rsv_format.dtypes import NUMPY_DTYPE, to_bfloat16, to_float32
 from rsv_format.errors import RsvError
+from rsv_format.roles import Role, tensor_role
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
-
-# What owns a ".weight" and is one of these, or holds one of these words, is not a linear layer.
-_NOT_LINEAR = frozenset({"wte", "wpe", "lm_head", "output", "gate", "router", "shared_expert_gate"})
-_NOT_LINEAR_WORDS = ("norm", "conv", "relative_attention_bias")
 
 
 @dataclass(frozen=True)
@@ -102,18 +99,12 @@ class Source:
 
     def is_linear(self, name: str) -> bool:
         """Whether a tensor is the weight of a linear layer, (out, in), or expert stack, (n, out, in)."""
+        return self.role(name) in (Role.LINEAR, Role.STACK)
+
+    def role(self, name: str) -> Role:
+        """What a tensor is for."""
         tensor = self.tensors[name]
-        *parents, last = name.split(".")
-        if last != "weight" or not parents or tensor.dtype not in FLOAT_DTYPES:
-            return False
-        if len(tensor.shape) != (3 if "switch_mlp" in parents else 2):
-            return False
-        owner = parents[-1]
-        return not (
-            owner in _NOT_LINEAR
-            or any(word in owner for word in _NOT_LINEAR_WORDS)
-            or any("embed" in parent for parent in parents)
-        )
+        return tensor_role(name, tensor.dtype, tensor.shape)
 
     def check_unchanged(self) -> None:
         """Raise RsvError `io_error` if a file is no longer the one that was opened."""
