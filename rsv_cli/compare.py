@@ -185,9 +185,11 @@ def _tree(source: str, path: Path, errors: list[_Error], kept: _Kept) -> dict[st
 def _print(errors: list[_Error], kept: _Kept, every: bool) -> None:
     from rich.bar import Bar
 
+    from rsv_format.summary import family
+
     groups: dict[str, list[_Error]] = {}
     for e in errors:
-        groups.setdefault(e.name if every else describe.family(e.name), []).append(e)
+        groups.setdefault(e.name if every else family(e.name), []).append(e)
     scale = max((e.relative or 0.0 for e in errors), default=0.0) or 1.0
     table = describe.table("Relative error", "name", ">", ">weights", ">error", ">worst", "")
     for name, members in groups.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +9,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rsv_format.header import TransformEntry
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a dotted name
 
 
 def size(nbytes: int) -> str:
@@ -37,11 +34,6 @@ def _scaled(number: float, units: tuple[str, ...]) -> str:
 def percent(part: float, whole: float) -> str:
     """As "86.1 %"."""
     return f"{100 * part / whole:.1f} %" if whole else "-"
-
-
-def family(name: str) -> str:
-    """A name with its numbers starred, the same for every block of a model."""
-    return _NUMBER.sub("*", name)
 
 
 def shape(sides: Iterable[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,6 +114,8 @@ def _info_tree(path: Path, file: File, summary: Summary) -> dict[str, Any]:
         "nbytes": file.nbytes,
         "weights": summary.weights,
         "bits_per_weight": summary.bits_per_weight,
+        "share": summary.share,
+        "kept": [asdict(family) for family in summary.kept],
         "by_kind": summary.by_kind,
         "codebooks": [
             {"bits": entry.bits, "centroids": [float(c) for c in file.codebook(i)]}
@@ -171,7 +174,7 @@ def _print_info(console: Console, path: Path, file: File, summary: Summary, ever
     facts = [
         describe.size(file.nbytes),
         f"{summary.layers} layers",
-        f"{describe.count(summary.weights)} weights",
+        f"{describe.count(summary.weights)} weights, {describe.percent(summary.share, 1)} of all",
         f"{summary.bits_per_weight:.3f} bits per weight",
     ]
     console.print(title, Text(" · ".join(facts)), sep="  ")
@@ -205,9 +208,11 @@ def _kinds(summary: Summary, wide: bool) -> Table:
 
 
 def _layers(file: File, every: bool, wide: bool) -> Table:
+    from rsv_format.summary import family
+
     groups: dict[tuple[str, str, int, str], list[LayerEntry]] = {}
     for entry in file.header.layers:
-        name = entry.name if every else describe.family(entry.name)
+        name = entry.name if every else family(entry.name)
         transform = None if entry.transform is None else file.header.transforms[entry.transform]
         sides = (entry.out_features, entry.in_features)
         key = (
@@ -256,12 +261,15 @@ def _transforms(file: File) -> Table:
 
 
 def _tensors(file: File, every: bool) -> Table:
-    groups: dict[tuple[str, str, str], list[int]] = {}
+    from rsv_format.summary import family, why_kept
+
+    groups: dict[tuple[str, str, str, str], list[int]] = {}
     for tensor in file.tensors.values():
-        name = tensor.name if every else describe.family(tensor.name)
-        groups.setdefault((name, tensor.dtype, describe.shape(tensor.shape)), []).append(tensor.nbytes)
-    table = describe.table("Kept tensors", "name", ">", "dtype", ">shape", ">size", ">share")
-    for (name, dtype, shape), sizes in groups.items():
+        name = tensor.name if every else family(tensor.name)
+        key = (name, tensor.dtype, describe.shape(tensor.shape), why_kept(tensor))
+        groups.setdefault(key, []).append(tensor.nbytes)
+    table = describe.table("Kept tensors", "name", ">", "dtype", ">shape", ">size", ">share", "why")
+    for (name, dtype, shape, reason), sizes in groups.items():
         table.add_row(
             Text(terminal.plain(name)),
             f"×{len(sizes)}" if len(sizes) > 1 else "",
@@ -269,6 +277,7 @@ def _tensors(file: File, every: bool) -> Table:
             shape,
             describe.size(sum(sizes)),
             describe.percent(sum(sizes), file.nbytes),
+            Text(reason, "dim"),
         )
     return table
 

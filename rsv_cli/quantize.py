@@ -14,7 +14,10 @@ from rsv_cli.options import Quiet, Source
 from rsv_cli.session import session
 
 if TYPE_CHECKING:
-    from rsv_format import QuantizeReport
+    from rsv_format import QuantizeReport, Summary
+
+_NEARLY_ALL = 0.99  # of the weights quantized: then what is kept is not listed
+_FAMILIES, _NEGLIGIBLE = 8, 0.001  # that are listed, of which share at least
 
 
 class Codebook(StrEnum):
@@ -139,10 +142,26 @@ def _print_report(report: QuantizeReport) -> None:
     line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(report.path)}  {describe.size(summary.nbytes)}")
     facts = [
         f"{report.layers} layers",
-        f"{describe.count(summary.weights)} weights",
+        f"{describe.count(summary.weights)} weights, {describe.percent(summary.share, 1)} of all",
         f"{summary.bits_per_weight:.3f} bits per weight",
         f"importance known for {report.weighted_layers}",
         f"{report.seconds:.1f} s",
     ]
     line.append(f"\n       {' · '.join(facts)}", "dim")
     terminal.stdout().print(line, soft_wrap=True)
+    if summary.share < _NEARLY_ALL:
+        terminal.stdout().print(_kept(summary), soft_wrap=True)
+
+
+def _kept(summary: Summary) -> Text:
+    """What stays as it is and why, the largest families first."""
+    total = summary.weights + summary.kept_weights
+    text = Text.assemble(("kept", "bold yellow"), f"   {describe.percent(summary.kept_weights, total)} as it was:")
+    shown = [x for x in summary.kept[:_FAMILIES] if x.weights > _NEGLIGIBLE * total]
+    for x in shown:
+        text.append(f"\n       {describe.percent(x.weights, total):>6}  {terminal.plain(x.family)}")
+        text.append(f"  ({x.reason})", "dim")
+    rest = sum(x.weights for x in summary.kept[len(shown) :])
+    if rest:
+        text.append(f"\n       {describe.percent(rest, total):>6}  others", "dim")
+    return text

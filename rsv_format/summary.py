@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
+from math import prod
 
 from rsv_format.limits import PROLOGUE_NBYTES
-from rsv_format.reader import File, open
+from rsv_format.reader import File, Tensor, open
+from rsv_format.roles import tensor_role
 
 KINDS: tuple[str, ...] = (
     "codes", "scales", "biases", "codebooks", "diagonals", "factors", "header", "padding", "tensors", "attachments",
@@ -14,6 +17,21 @@ KINDS: tuple[str, ...] = (
 _BLOB_KINDS = {"codebook": "codebooks", "diagonal": "diagonals", "factor": "factors", "tensor": "tensors",
                "attachment": "attachments"}  # fmt: skip
 _PART_KINDS = {"codes": "codes", "scales": "scales", "bias": "biases"}
+
+
+EXCLUDED = "excluded"  # of what is quantized unless it is
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tensors that stay as they are, a family of names and one reason."""
+
+    family: str  # their names, with stars for numbers
+    reason: str  # a `Role`, or "excluded"
+    tensors: int
+    weights: int
 
 
 @dataclass(frozen=True)
@@ -24,6 +42,17 @@ class Summary:
     by_kind: dict[str, int]
     layers: int
     weights: int  # quantized ones
+    kept: tuple[Kept, ...]  # the largest first
+
+    @property
+    def kept_weights(self) -> int:
+        """Numbers in tensors, which stay as they are."""
+        return sum(family.weights for family in self.kept)
+
+    @property
+    def share(self) -> float:
+        """Quantized weights of all, 0 to 1."""
+        return self.weights / max(1, self.weights + self.kept_weights)
 
     @property
     def bits_per_weight(self) -> float:
@@ -53,4 +82,23 @@ def summarize(source: File | str | os.PathLike[str]) -> Summary:
     by_kind["header"] = PROLOGUE_NBYTES + source.header_nbytes
     by_kind["padding"] = source.nbytes - sum(by_kind.values())
     weights = sum(entry.rows * entry.in_features for entry in source.header.layers)
-    return Summary(source.nbytes, by_kind, len(source.layers), weights)
+    return Summary(source.nbytes, by_kind, len(source.layers), weights, _kept(source))
+
+
+def family(name: str) -> str:
+    """A name with its numbers starred, the same for every block of a model."""
+    return _NUMBER.sub("*", name)
+
+
+def why_kept(tensor: Tensor) -> str:
+    """Why a tensor is not quantized."""
+    role = tensor_role(tensor.name, tensor.dtype, tensor.shape)
+    return EXCLUDED if role.is_quantized else role.value
+
+
+def _kept(file: File) -> tuple[Kept, ...]:
+    found: dict[tuple[str, str], list[int]] = {}
+    for name, tensor in file.tensors.items():
+        found.setdefault((family(name), why_kept(tensor)), []).append(prod(tensor.shape))
+    kept = [Kept(name, reason, len(sizes), sum(sizes)) for (name, reason), sizes in found.items()]
+    return tuple(sorted(kept, key=lambda x: -x.weights))

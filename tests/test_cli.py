@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 import rsv_format
 from rsv_cli import adoption, describe, terminal
 from rsv_cli.app import app
+from rsv_format.summary import family
 
 CONFIG = {"model_type": "llama", "hidden_size": 96}
 RSV = [sys.executable, "-W", "error", "-m", "rsv_cli"]
@@ -716,8 +717,8 @@ def test_sizes(nbytes: int, text: str) -> None:
 
 
 def test_families() -> None:
-    assert describe.family("model.layers.11.mlp.w1") == "model.layers.*.mlp.w1"
-    assert describe.family("0.block2.3") == "*.block2.*"
+    assert family("model.layers.11.mlp.w1") == "model.layers.*.mlp.w1"
+    assert family("0.block2.3") == "*.block2.*"
 
 
 def test_plain() -> None:
