@@ -650,7 +650,7 @@ def write_checkpoint(folder: Path, family: str) -> tuple[Any, dict[str, np.ndarr
     return model, {name: np.array(tensor) for name, tensor in tensors.items()}
 
 
-STACKED = ["mixtral", "qwen3_moe", *(family for family in MIXTURES if family != "qwen3_next")]
+STACKED = ["mixtral", "qwen3_moe", *MIXTURES]
 
 
 @pytest.mark.parametrize("family", STACKED)
@@ -680,24 +680,6 @@ def test_a_checkpoint_of_experts_runs(family: str, tmp_path: Path) -> None:
     logits = rsv_mlx.load_model(tmp_path / "a.rsv")(mx.array(TOKENS))
     close(logits, rsv_mlx.load_model(tmp_path / "a.rsv", materialize="dense")(mx.array(TOKENS)), 1e-4)
     close(logits, model(mx.array(TOKENS)), 0.15)
-
-
-def test_the_families_are_those_of_mlx_lm() -> None:
-    from mlx_lm.utils import MODEL_REMAPPING
-
-    from rsv_format.sources.experts import _FAMILIES
-
-    assert {MODEL_REMAPPING.get(family, family) for family in _FAMILIES} == set(STACKED)
-
-
-def test_a_checkpoint_whose_stacks_would_mean_something_else(tmp_path: Path) -> None:
-    """Qwen3-Next's norms are stored less one where experts are apart: mlx-lm takes that for the mark."""
-    _, tensors = write_checkpoint(tmp_path, "qwen3_next")
-    rsv_format.quantize(tmp_path, tmp_path / "a.rsv", bits=8)
-    loaded = rsv_mlx.load_model(tmp_path / "a.rsv")
-    norm = "model.layers.0.input_layernorm.weight"
-    close(dict(tree_flatten(loaded.parameters()))[norm], tensors[norm] + 1)
-    assert len(modules_of(loaded, SwitchLinear)) == 6
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
