@@ -82,7 +82,7 @@ class Model:
         self.weights = {name: tensor.float32() for name, tensor in source.tensors.items()}
         self.layers = [name for name in self.weights if source.is_linear(name)]
         tokenizer = tokenizers.Tokenizer.from_str(source.attachments["tokenizer.json"][1].decode())
-        self.text = tokenizer.encode((TEXTS / "alice.txt").read_text()).ids[: tokens + 1]
+        self.text = tokenizer.encode(rsv_format.default_text()).ids[: tokens + 1]
         self.calibration = tokenizer.encode((TEXTS / "workshop.txt").read_text()).ids[:CALIBRATION]
 
     def perplexity(self, weights: Weights) -> float:

@@ -3,9 +3,9 @@
 Modules, bottom up:
 
 - terminal: consoles, JSON, progress;  session: errors, signals and closed pipes to exit codes
-- options: arguments that commands share;  files: output put into place whole
+- options: arguments that commands share;  files: output put into place whole;  texts: files of text
 - describe: sizes, names and transforms in words
-- quantize, calibrate, inspect, compare, export, generate, doctor (with adoption): one command or pair each
+- quantize, calibrate, inspect, compare, evaluate, export, generate, doctor (with adoption): one command or pair each
 - app: the commands under one name
 """
 

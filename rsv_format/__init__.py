@@ -16,6 +16,7 @@ from rsv_format.errors import CODES, RsvError
 from rsv_format.limits import PAGE
 from rsv_format.packing import pack, unpack
 from rsv_format.quantizer.conversion import QuantizeReport, quantize, quantize_layers, save
+from rsv_format.quantizer.evaluation import Evaluation, default_text, evaluate, evaluate_logits, text_windows
 from rsv_format.quantizer.importance import share_groups
 from rsv_format.quantizer.matrix import group_transform, quantize_matrix
 from rsv_format.quantizer.options import EMBEDDING_BITS, QuantizeOptions, table_bits
@@ -34,6 +35,7 @@ __all__ = [
     "PAGE",
     "Attachment",
     "AttachmentData",
+    "Evaluation",
     "File",
     "Layer",
     "LayerData",
@@ -48,6 +50,9 @@ __all__ = [
     "TensorData",
     "Transform",
     "Writer",
+    "default_text",
+    "evaluate",
+    "evaluate_logits",
     "group_transform",
     "layer_role",
     "open",
@@ -61,6 +66,7 @@ __all__ = [
     "share_groups",
     "summarize",
     "table_bits",
+    "text_windows",
     "unpack",
     "verify",
     "write",

@@ -8,7 +8,7 @@ Modules, bottom up:
 - tracing: which arrays came through foreign code unchanged;  binding: layers and tensors to the modules of a model
 - untrusted: mlx-lm's models and tokenizers, of data alone
 - loading: load, load_model, load_tokenizer, graft;  saving: save;  quantizing: quantize_model
-- calibrate: what the linear layers of a model see while it runs on text
+- calibrate: what a model's linear layers see while it runs on text;  evaluating: its predictions, and its source's
 - prompt: a prompt to tokens, in a process with limits
 """
 
@@ -19,6 +19,7 @@ except ImportError as e:  # pragma: no cover
 
 from rsv_mlx.adopt import LoadReport, adoption_obstacle
 from rsv_mlx.embedding import QuantizedEmbedding
+from rsv_mlx.evaluating import evaluate
 from rsv_mlx.linear import QuantizedLinear
 from rsv_mlx.loading import graft, load, load_model, load_tokenizer
 from rsv_mlx.quantizing import quantize_model
@@ -31,6 +32,7 @@ __all__ = [
     "QuantizedLinear",
     "QuantizedSwitchLinear",
     "adoption_obstacle",
+    "evaluate",
     "graft",
     "load",
     "load_model",

@@ -14,11 +14,11 @@ import rsv_format
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {"rsv_format", "rsv_mlx", "rsv_cli", "conformance", "tests"}
 PUBLIC = {
-    "CODES", "EMBEDDING_BITS", "PAGE", "Attachment", "AttachmentData", "File", "Layer", "LayerData",
+    "CODES", "EMBEDDING_BITS", "PAGE", "Attachment", "AttachmentData", "Evaluation", "File", "Layer", "LayerData",
     "QuantizeOptions", "QuantizeReport", "Role", "RsvError", "Source", "SourceTensor", "Summary", "Tensor",
-    "TensorData", "Transform", "Writer", "group_transform", "layer_role", "open", "open_source", "pack", "quantize",
-    "quantize_layers", "quantize_matrix", "random_tokens", "save", "share_groups", "summarize", "table_bits", "unpack",
-    "verify", "write",
+    "TensorData", "Transform", "Writer", "default_text", "evaluate", "evaluate_logits", "group_transform",
+    "layer_role", "open", "open_source", "pack", "quantize", "quantize_layers", "quantize_matrix", "random_tokens",
+    "save", "share_groups", "summarize", "table_bits", "text_windows", "unpack", "verify", "write",
 }  # fmt: skip
 # conformance is independent of the implementation that it tests, but for what drives it
 DRIVERS = {"conformance/adapters/python.py", "conformance/adapters/faulty.py", "conformance/faulty.py"}
@@ -104,7 +104,7 @@ LAYERS = [
 # within the quantizer, likewise
 QUANTIZER = [
     {"options": set(), "matrix": set(), "importance": set(), "budget": set(), "decoder": set()},
-    {"synthetic": set()},
+    {"synthetic": set(), "evaluation": set()},
     {"conversion": set()},
 ]
 

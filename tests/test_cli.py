@@ -27,7 +27,7 @@ from rsv_format.summary import family
 
 CONFIG = {"model_type": "llama", "hidden_size": 96}
 RSV = [sys.executable, "-W", "error", "-m", "rsv_cli"]
-COMMANDS = ("quantize", "calibrate", "info", "verify", "compare", "export", "extract", "generate", "doctor")
+COMMANDS = ("quantize", "calibrate", "info", "verify", "compare", "evaluate", "export", "extract", "generate", "doctor")
 
 
 def rsv(*arguments: object) -> Result:

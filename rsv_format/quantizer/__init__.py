@@ -4,5 +4,5 @@ Modules, bottom up:
 
 - options: the choices there are;  matrix: quantize one matrix;  budget: bits for each of several
 - importance: what an architecture tells of its layers;  decoder: a model run in numpy;  synthetic: on random tokens
-- conversion: a model into a file
+- conversion: a model into a file;  evaluation: what that does to its predictions
 """

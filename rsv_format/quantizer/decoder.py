@@ -49,6 +49,8 @@ class Decoder:
         Hugging Face name of a tensor -> float32 array, None where the model has none.
     observe : callable, optional
         Told the name and the input (tokens, in_features) of each linear layer.
+    window : int, optional
+        Tokens are taken in runs of so many, each a text of its own; one run of all if not given.
 
     Raises
     ------
@@ -56,9 +58,11 @@ class Decoder:
         The config is not one of a known family; later, a tensor is missing or does not fit.
     """
 
-    def __init__(self, config: Mapping[str, Any], fetch: Fetch, observe: Observe | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], fetch: Fetch, observe: Observe | None = None, window: int | None = None
+    ) -> None:
         self.family = _FAMILIES[str(config["model_type"])]
-        self.fetch, self.observe = fetch, observe
+        self.fetch, self.observe, self.window = fetch, observe, window
         self.hidden_size = int(config["hidden_size"])
         self.blocks = int(config["num_hidden_layers"])
         self.heads = int(config["num_attention_heads"])
@@ -91,13 +95,20 @@ class Decoder:
         k = self._linear(f"{name}.k_proj", x).reshape(tokens, self.kv_heads, -1)
         v = self._linear(f"{name}.v_proj", x).reshape(tokens, self.kv_heads, -1)
         q, k = (self._positioned(f"{name}.{part}_norm", rows) for part, rows in (("q", q), ("k", k)))
+        step = self.window or tokens
+        runs = (slice(start, start + step) for start in range(0, tokens, step))
+        mixed = np.concatenate([self._attended(q[run], k[run], v[run]) for run in runs])
+        return self._linear(f"{name}.o_proj", mixed)
+
+    def _attended(self, q: Rows, k: Rows, v: Rows) -> Rows:
+        """What the heads of one run of tokens gather, (tokens, heads * head_dim)."""
+        tokens = q.shape[0]
         k, v = (np.repeat(rows, self.heads // self.kv_heads, axis=1) for rows in (k, v))
         scores = np.matmul(q.swapaxes(0, 1), k.transpose(1, 2, 0)) / np.float32(np.sqrt(q.shape[-1]))
         scores += np.triu(np.full((tokens, tokens), -np.inf, np.float32), 1)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        mixed = np.matmul(weights, v.swapaxes(0, 1)).swapaxes(0, 1).reshape(tokens, -1)
-        return self._linear(f"{name}.o_proj", mixed)
+        return np.asarray(np.matmul(weights, v.swapaxes(0, 1)).swapaxes(0, 1).reshape(tokens, -1))
 
     def _positioned(self, norm: str, heads: Rows) -> Rows:
         """The head's own norm, where the model has one, then rotary positions."""
@@ -105,7 +116,8 @@ class Decoder:
             heads = self._norm(norm, heads)
         half = heads.shape[-1] // 2
         frequencies = self.theta ** (-np.arange(half) / half)
-        angle = (np.arange(heads.shape[0])[:, None] * frequencies)[:, None, :]
+        positions = np.arange(heads.shape[0]) % (self.window or heads.shape[0])
+        angle = (positions[:, None] * frequencies)[:, None, :]
         cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
         a, b = heads[..., :half], heads[..., half:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
