@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,36 @@ def test_qwen3_next_is_converted_once() -> None:
     assert convolution.shape == (6, 4, 1)
     again = stack_experts(stacked).tensors
     assert all(again[name] is tensor for name, tensor in stacked.tensors.items())
+
+
+# importance of experts
+
+
+def importances(path: Path, entries: dict[str, list[float]]) -> Path:
+    """llama.cpp's older format."""
+    data = struct.pack("<i", len(entries))
+    for name, values in entries.items():
+        data += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", 1, len(values))
+        data += np.array(values, "<f4").tobytes()
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize("router", [True, False])
+def test_an_old_importance_matrix_may_lack_the_router(router: bool, tmp_path: Path) -> None:
+    """Then the layer tells the number of experts, whose values lie one after the other."""
+    per_expert = np.arange(1.0, 1 + COUNT * WIDTH).reshape(COUNT, WIDTH)
+    entries = {"blk.0.ffn_gate_up_exps.weight": per_expert.ravel().tolist()}
+    entries |= {"blk.0.ffn_gate_inp.weight": [1.0] * WIDTH} if router else {}
+    file = importances(tmp_path / "i.dat", entries)
+    tensors = {"model.language_model.layers.0.mlp.experts.gate_up_proj": GATE_UP,
+               "model.language_model.layers.0.mlp.experts.down_proj": DOWN}  # fmt: skip
+    given, layer = source({"model_type": "gpt_oss"}, **tensors), "model.language_model.layers.0.mlp.experts.up_proj"
+    report = rsv_format.quantize(given, tmp_path / "a.rsv", importance=file)
+    assert report.weighted_layers == 2  # gate and up, whose input it is
+    means = {layer: per_expert.mean(axis=0)}
+    rsv_format.quantize(given, tmp_path / "b.rsv", importance=means)
+    assert (tmp_path / "a.rsv").read_bytes() == (tmp_path / "b.rsv").read_bytes()
 
 
 # on mlx-lm's models

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rsv_format.quantizer.importance import norm_gains, share_groups
+from rsv_format.quantizer.importance import norm_gains, plain_name, share_groups
 
 BLOCK = "model.layers.7"
 Q, OUT, GATE, DOWN = (
@@ -90,3 +90,19 @@ def test_groups_by_suffix(group: list[str]) -> None:
 def test_cross_attention_shares_nothing() -> None:
     names = ["x.encoder_attn.q_proj", "x.encoder_attn.k_proj", "x.crossattention.self.query"]
     assert share_groups(names) == [[name] for name in names]
+
+
+@pytest.mark.parametrize(
+    "name, plain",
+    [
+        ("language_model.model.layers.3.self_attn.q_proj", "model.layers.3.self_attn.q_proj"),
+        ("model.language_model.layers.3.mlp.switch_mlp.up_proj", "model.layers.3.mlp.switch_mlp.up_proj"),
+        ("model.layers.3.mlp.experts.gate_proj", "model.layers.3.mlp.switch_mlp.gate_proj"),
+        ("model.layers.3.experts.switch_glu.down_proj", "model.layers.3.mlp.switch_mlp.down_proj"),
+        ("language_model.model.layers.3.feed_forward.experts.up_proj", "model.layers.3.mlp.switch_mlp.up_proj"),
+        ("vision_tower.encoder.layers.3.self_attn.q_proj", "vision_tower.encoder.layers.3.self_attn.q_proj"),
+        ("lm_head", "lm_head"),
+    ],
+)
+def test_plain_names(name: str, plain: str) -> None:
+    assert plain_name(name) == plain

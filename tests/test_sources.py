@@ -751,7 +751,7 @@ def test_imatrix_in_the_old_format(tmp_path: Path) -> None:
         legacy((b"blk.0.attn_k.weight", 2, [2, 6]), count=2),
         legacy((b"blk.0.attn_k.weight", 2, [])),
         legacy((b"blk.0.attn_k.weight", 2, [float("nan")])),
-        legacy((b"blk.0.ffn_up_exps.weight", 1, [1, 2])),
+        legacy((b"blk.0.ffn_gate_inp.weight", 1, [1, 1]), (b"blk.0.ffn_gate_exps.weight", 1, [1, 2, 3])),
         legacy((b"odd", 2, [1])),
         legacy(count=1, trailer=struct.pack("<i", -5)),
         legacy(count=1, trailer=struct.pack("<i", 2**31 - 1)),

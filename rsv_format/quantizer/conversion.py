@@ -28,7 +28,7 @@ from rsv_format.header import (
 )
 from rsv_format.layout import BIAS_DTYPES
 from rsv_format.quantizer.budget import Demand, quantized_nbytes, spend, weighted_error
-from rsv_format.quantizer.importance import norm_gains, share_groups
+from rsv_format.quantizer.importance import norm_gains, plain_name, share_groups
 from rsv_format.quantizer.matrix import channel_scales, column_squares, group_transform, make_transform, quantize_matrix
 from rsv_format.quantizer.options import DEFAULT_BITS, IMPORTANCES, Importance, QuantizeOptions, table_bits
 from rsv_format.quantizer.synthetic import synthetic_importance
@@ -336,9 +336,11 @@ class _Job:
 
     def _given(self, name: str, found: Mapping[str, Floats]) -> Floats | None:
         """A layer's own importance or the mean of its experts', in_features long."""
-        known = {x: _per_channel(found[x]) for x in ([name] if name in found else self._names(name)) if x in found}
+        shape = self._weight(name).shape
+        names = next((x for x in ([name], self._names(name), [plain_name(name)]) if not found.keys().isdisjoint(x)), [])
+        known = {x: _per_channel(found[x], shape) for x in names if x in found}
         for x, h in known.items():
-            channel_scales(h, np.ones(self._weight(name).shape[-1]), x)  # refuses other lengths and values
+            channel_scales(h, np.ones(shape[-1]), x)  # refuses other lengths and values
         return np.asarray(np.mean(list(known.values()), axis=0)) if known else None
 
     def _norm_gains(self) -> Mapping[str, Floats]:
@@ -455,7 +457,9 @@ def _silent(done: int, total: int, name: str) -> None:
     pass
 
 
-def _per_channel(h: Floats) -> NDArray[np.float64]:
-    """Experts share their input's transform: the mean of theirs."""
+def _per_channel(h: Floats, shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """Experts share their input's transform: the mean of theirs, which are rows or one after the other."""
     wide = np.asarray(h, np.float64)
+    if len(shape) == 3 and wide.shape == (shape[0] * shape[-1],):
+        wide = wide.reshape(shape[0], shape[-1])
     return wide.mean(axis=0) if wide.ndim == 2 else wide

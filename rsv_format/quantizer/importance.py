@@ -43,6 +43,9 @@ _ARCHITECTURES: dict[str, tuple[Mapping[str, str], float]] = {
 _BLOCK = re.compile(r"(?P<block>(?:.*\.)?layers\.\d+)\.(?P<layer>.+)")
 _EXPERT_NUMBER = re.compile(r"(?<=experts)\.\d+(?=\.)")
 
+_LAYER = re.compile(r"(?:model\.|language_model\.)+(?P<block>layers\.\d+)\.(?P<layer>.+)")
+_STACK = re.compile(r"(?:\w+\.)?(?:switch_mlp|switch_glu|experts|experts\.switch_glu)\.(?P<part>\w+)")
+
 _SHARING = (
     frozenset({"q_proj", "k_proj", "v_proj"}),
     frozenset({"gate_proj", "up_proj"}),
@@ -75,6 +78,18 @@ def norm_gains(config: Mapping[str, Any] | None, names: Iterable[str]) -> dict[s
         norm = norms.get(_EXPERT_NUMBER.sub("", match["layer"])) if match else None
         gains[name] = (f"{match['block']}.{norm}.weight", offset) if match and norm else None
     return gains
+
+
+def plain_name(name: str) -> str:
+    """What a layer is called where nothing is known of its model, as in llama.cpp's importance matrices.
+
+    A language model within another goes without what holds it, and experts by the usual names.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return name
+    experts = _STACK.fullmatch(match["layer"])
+    return f"model.{match['block']}.{'mlp.switch_mlp.' + experts['part'] if experts else match['layer']}"
 
 
 def share_groups(names: Iterable[str]) -> list[list[str]]:

@@ -20,6 +20,7 @@ from rsv_format.sources.base import Array, Floats, library, reading
 from rsv_format.sources.gguf_names import hugging_face_name, llama_cpp_name, mixtral_suffix
 from rsv_format.sources.gguf_reader import is_gguf
 
+_GATE_UP = "ffn_gate_up_exps"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _BLOCK = "blk."  # what begins so is llama.cpp's name for a part of a block, known here or not
 
@@ -31,7 +32,8 @@ def load_imatrix(path: str | Path) -> dict[str, Floats]:
     -------
     dict
         Layer name, such as "model.layers.0.self_attn.q_proj", to float32 (in_features,).  Experts go by both
-        names that mlx-lm has for them, mlp.switch_mlp and block_sparse_moe.switch_mlp.  Names that are not
+        names that mlx-lm has for them, mlp.switch_mlp and block_sparse_moe.switch_mlp; where a file of the
+        older kind does not tell their number, theirs are (experts * in_features,).  Names that are not
         llama.cpp's stay as they are.  Layers that saw no token are left out.
 
     Raises
@@ -103,6 +105,8 @@ def save_imatrix(
 
 
 def _layer_names(name: str) -> list[str]:
+    if _GATE_UP in name:  # one matrix for both, of which their common input is known
+        return [x for part in ("gate", "up") for x in _layer_names(name.replace(_GATE_UP, f"ffn_{part}_exps"))]
     full = hugging_face_name(name) or ("" if name.startswith(_BLOCK) else name)
     if not full.endswith(".weight"):
         return []
@@ -155,13 +159,22 @@ def _from_legacy(path: Path) -> dict[str, Array]:
 
 
 def _per_channel(name: str, mean: Array, entries: dict[str, Array], path: Path) -> Array:
-    """An expert stack's entry holds one expert after the other; the router's width tells their number."""
+    """An expert stack's entry holds one expert after the other; the router's width tells their number.
+
+    Where the router has no entry, they stay one after the other: whoever knows the layer can tell.
+    """
     stem = name.removesuffix("_exps.weight")
     if stem == name:
         return mean
     block = stem.rpartition(".")[0]
     router, gate = entries.get(f"{block}.ffn_gate_inp.weight"), entries.get(f"{block}.ffn_gate_exps.weight")
-    if router is None or gate is None or gate.size % router.size or mean.size % (gate.size // router.size):
-        raise RsvError("source_invalid", f"{path}: {name}", "cannot be divided into experts without the router's entry")
+    if gate is None:
+        gate = entries.get(f"{block}.{_GATE_UP}.weight")
+    if router is None or gate is None:
+        return mean
+    if gate.size % router.size or mean.size % (gate.size // router.size):
+        raise RsvError(
+            "source_invalid", f"{path}: {name}", "cannot be divided into as many experts as the router's has"
+        )
     experts: Array = mean.reshape(gate.size // router.size, -1)
     return np.asarray(experts.mean(0))
