@@ -11,12 +11,16 @@ Modules, bottom up:
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
 
 
 def run() -> None:
     """The console script."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a command has its own; until then there is nothing to undo
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # started with it closed
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -31,6 +35,19 @@ def run() -> None:
         if package not in ("typer", "rich"):
             raise
         sys.exit(f"rsv needs {package}: pip install 'rsv-format[cli]'")
-    except KeyboardInterrupt:
-        sys.exit(130)
-    app(prog_name="rsv")
+    code: object = 0
+    try:
+        try:
+            app(prog_name="rsv")
+        except SystemExit as e:
+            code = e.code
+        sys.stdout.flush()
+    except OSError as e:
+        from rsv_cli.session import PIPE_CLOSED, hush
+
+        hush(sys.stdout)  # or Python would complain of it once more, at its exit
+        if e.errno == errno.EPIPE:
+            code = PIPE_CLOSED
+        elif not code:
+            code = f"error[io_error] standard output: {e.strerror or e}"  # and 1
+    sys.exit(code)  # type: ignore[arg-type]

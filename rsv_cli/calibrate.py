@@ -9,8 +9,9 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.options import Quiet
-from rsv_cli.session import mlx_module, session
+from rsv_cli.files import tell_leftovers
+from rsv_cli.options import Force, Quiet
+from rsv_cli.session import mlx_module, scratch, session
 
 
 def calibrate(
@@ -30,6 +31,7 @@ def calibrate(
     ],
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Stop after so many.")] = 32768,
     chunk: Annotated[int, typer.Option("--chunk", min=2, help="Tokens run together, from no context.")] = 512,
+    force: Force = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Measure which input channels of each layer matter.
@@ -40,12 +42,12 @@ def calibrate(
 
     Example: [bold cyan]rsv calibrate ./Qwen2.5-0.5B --text notes.txt -o imatrix.gguf --tokens 8192[/bold cyan]
     """
-    with session():
-        from rsv_cli.files import check_output
-        from rsv_format.sources.imatrix import save_imatrix
+    with session(), scratch():
+        from rsv_format.outputs import check
+        from rsv_format.sources.imatrix import IMATRIX, save_imatrix
 
-        check_output(output, Path(model), writes_rsv=False)
-        check_output(output, text, writes_rsv=False)
+        tell_leftovers(output, quiet)
+        check(output, IMATRIX, inputs=[model, text], force=force)
         words = _read(text)
         mlx = mlx_module("rsv_mlx.calibrate")
         loaded, tokenizer = mlx.load_anything(model)
@@ -54,7 +56,7 @@ def calibrate(
         with terminal.progress("calibrating", quiet=quiet) as told:
             found = mlx.calibrate(loaded, ids, chunk=chunk, bos=bos, progress=told)
         chunks = -(-len(ids) // (chunk - (bos is not None)))
-        save_imatrix(output, found, datasets=[text.name], chunks=chunks, chunk_size=chunk)
+        save_imatrix(output, found, datasets=[text.name], chunks=chunks, chunk_size=chunk, force=force)
         if not quiet:
             line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(str(output))}  ")
             line.append(describe.size(output.stat().st_size))

@@ -70,12 +70,13 @@ def compare(
     with session(as_json):
         import rsv_format
 
-        with rsv_format.open(file) as opened, rsv_format.open_source(source) as model:
+        with rsv_format.open(file, mmap=False) as opened, rsv_format.open_source(source) as model:
             with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
                 rsv_format.verify(opened, progress=told)
             with terminal.progress("comparing", quiet=quiet) as told:
                 errors = _errors(model, opened, told)
             kept = _kept(model, opened)
+            opened.check_unchanged()
         if as_json:
             terminal.write_json(_tree(source, file, errors, kept))
         else:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from rsv_cli import describe, terminal
 from rsv_cli.options import Json
-from rsv_cli.session import FAILED, session
+from rsv_cli.session import FAILED, scratch, session
 
 _PACKAGES = {
     "rsv-format": "",
@@ -43,7 +43,7 @@ def doctor(
 
     Example: [bold cyan]rsv doctor --zero-copy[/bold cyan]
     """
-    with session(as_json):
+    with session(as_json), scratch():
         from rsv_cli.adoption import probe
 
         tree: dict[str, Any] = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,14 +17,17 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.options import Quiet, RsvFile
+from rsv_cli.files import tell_leftovers
+from rsv_cli.options import Force, Quiet, RsvFile
 from rsv_cli.session import session
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rsv_format import Attachment, File
+    from rsv_format.outputs import Kind
 
+_GENERATOR = "rsv export"
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
@@ -59,6 +62,7 @@ def export(
         typer.Option("--dtype", help="Of everything that is floating. Without it: float32 for quantized layers, "
                      "all else as it was kept.", show_default=False),
     ] = None,
+    force: Force = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Turn a file back into dense weights.
@@ -71,26 +75,31 @@ def export(
     Example: [bold cyan]rsv export qwen.rsv -o qwen/model.safetensors --dtype bfloat16[/bold cyan]
     """
     with session():
-        import rsv_format
-        from rsv_cli.files import check_output
-        from rsv_format.replacing import replacing
+        import numpy as np
 
-        with rsv_format.open(file) as opened:
-            check_output(output, file, writes_rsv=False)
+        import rsv_format
+        from rsv_format.outputs import Output, check, write_all
+
+        tell_leftovers(output, quiet)
+        with rsv_format.open(file, mmap=False) as opened:
             items = sorted(_items(opened, dtype), key=lambda item: (-_itemsize(item.dtype), item.name))
+            header = _header(items)
+            total = sum(item.nbytes for item in items)
+            check(output, _exported(), inputs=[file], force=force, nbytes=len(header) + total)
             with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
                 rsv_format.verify(opened, progress=told)
             with (
                 terminal.progress("exporting", quiet=quiet, of_bytes=True) as told,
-                replacing(output.resolve()) as new,
-                new.open("xb") as out,
+                Output(output, _exported(), inputs=[file], force=force) as whole,
             ):
-                out.write(_header(items))
-                done, total = 0, sum(item.nbytes for item in items)
+                out = whole.open(len(header) + total)
+                write_all(out, header)
+                done = 0
                 for item in items:
                     told(done, total, item.name)
-                    out.write(item.read().reshape(-1).data)
+                    write_all(out, np.ascontiguousarray(item.read()).reshape(-1).view(np.uint8).data)
                     done += item.nbytes
+                opened.check_unchanged()
         if not quiet:
             line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(str(output))}  {describe.size(total)}")
             line.append(f"  {len(items)} tensors", "dim")
@@ -105,46 +114,57 @@ def extract(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="NAME", help="Attachments; all of them if none is named.")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace files that exist.")] = False,
+    force: Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Take the attached files out: config.json, the tokenizer and what else the source had.
 
-    Nothing is written if one of the files exists already, unless --force is given. Their digests are checked.
+    All of them are written, or none: so if one of the files exists already, unless --force is given. Their digests
+    are checked.
 
     Example: [bold cyan]rsv extract qwen.rsv tokenizer.json -o qwen[/bold cyan]
     """
     with session():
         import rsv_format
-        from rsv_format import RsvError
-        from rsv_format.replacing import replacing
+        from rsv_format import outputs
 
-        with rsv_format.open(file) as opened:
+        tell_leftovers(output / "any", quiet)
+        with rsv_format.open(file, mmap=False) as opened, contextlib.ExitStack() as stack:
             chosen = [_attachment(opened, name) for name in dict.fromkeys(names or opened.attachments)]
-            if not force:
-                for item in chosen:
-                    if os.path.lexists(output / item.name):
-                        raise RsvError("bad_argument", str(output / item.name), "exists; --force replaces it")
-            output.mkdir(parents=True, exist_ok=True)
-            for item in chosen:
-                with replacing(output / item.name) as new, new.open("xb") as out:
-                    out.write(item.data)
-                if not quiet:
-                    line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(str(output / item.name))}")
-                    line.append(f"  {describe.size(item.nbytes)}")
-                    terminal.stdout().print(line, soft_wrap=True)
+            stack.enter_context(outputs.folder(output))
+            files = [outputs.Output(output / item.name, inputs=[file], force=force) for item, _ in chosen]
+            for item, _ in chosen[:1]:
+                room = sum(item.nbytes for item, _ in chosen)
+                outputs.check(output / item.name, inputs=[file], force=force, nbytes=room)
+            for whole, (item, data) in zip(files, chosen, strict=True):
+                stack.callback(whole.discard)
+                outputs.write_all(whole.open(item.nbytes), data)
+            outputs.commit(*files)
+        for item, _ in chosen if not quiet else ():
+            line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(str(output / item.name))}")
+            line.append(f"  {describe.size(item.nbytes)}")
+            terminal.stdout().print(line, soft_wrap=True)
 
 
-def _attachment(file: File, name: str) -> Attachment:
+def _exported() -> Kind:
+    """What `export` writes, and writes over."""
+    from rsv_format.outputs import Kind
+
+    return Kind("an export of this program", lambda head: f'"generator":"{_GENERATOR}"'.encode() in head)
+
+
+def _attachment(file: File, name: str) -> tuple[Attachment, memoryview]:
+    """An attachment, and its bytes, which are those that were written."""
     from rsv_format import RsvError
 
     if name not in file.attachments:
         known = ", ".join(file.attachments) or "none"
         raise RsvError("missing_attachment", name, f"the file has {known}")
     item = file.attachments[name]
-    if hashlib.sha256(item.data).hexdigest() != item.blob.sha256:
+    data = item.data
+    if hashlib.sha256(data).hexdigest() != item.blob.sha256:
         raise RsvError("blob_digest_mismatch", f"attachment {name}", "the bytes are not those that were written")
-    return item
+    return item, data
 
 
 def _items(file: File, dtype: Dtype | None) -> Iterator[_Item]:
@@ -200,7 +220,7 @@ def _header(items: list[_Item]) -> bytes:
     """The safetensors header. The library wants all tensors in memory at once, so it is not used to write."""
     from rsv_format import RsvError
 
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt", "generator": _GENERATOR}}
     offset = 0
     for item in items:
         if item.name in entries:

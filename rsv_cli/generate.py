@@ -12,7 +12,7 @@ from rich.text import Text
 
 from rsv_cli import terminal
 from rsv_cli.options import Quiet, RsvFile
-from rsv_cli.session import mlx_module, session
+from rsv_cli.session import mlx_module, scratch, session
 
 
 def generate(
@@ -40,7 +40,7 @@ def generate(
 
     Example: [bold cyan]rsv generate smol.rsv --prompt "Why is the sky blue?" --max-tokens 100[/bold cyan]
     """
-    with session():
+    with session(), scratch():
         _generate(file, _text(prompt), max_tokens, temp, seed, raw, template_seconds, quiet)
 
 

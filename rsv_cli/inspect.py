@@ -58,7 +58,7 @@ def info(
         import rsv_format
         from rsv_format.summary import summarize
 
-        with rsv_format.open(file) as opened:
+        with rsv_format.open(file, mmap=False) as opened:
             summary = summarize(opened)
             if as_json:
                 terminal.write_json(_info_tree(file, opened, summary))
@@ -84,7 +84,10 @@ def verify(
         import rsv_format
 
         started = time.perf_counter()
-        with rsv_format.open(file) as opened, terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
+        with (
+            rsv_format.open(file, mmap=False) as opened,
+            terminal.progress("verifying", quiet=quiet, of_bytes=True) as told,
+        ):
             faults = rsv_format.verify(opened, collect=not first, progress=told)  # raises the first
             nbytes, blobs = opened.nbytes, len(opened.blobs)
         seconds = time.perf_counter() - started

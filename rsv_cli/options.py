@@ -16,5 +16,10 @@ Source = Annotated[
         show_default=False,
     ),
 ]
+Force = Annotated[
+    bool,
+    typer.Option("--force", "-f", help="Replace what else is there, or write-protected. Inputs and models that are not "
+                 "RSV are never replaced."),
+]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary: errors only.")]

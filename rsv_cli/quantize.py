@@ -10,7 +10,8 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.options import Quiet, Source
+from rsv_cli.files import tell_leftovers
+from rsv_cli.options import Force, Quiet, Source
 from rsv_cli.session import session
 
 if TYPE_CHECKING:
@@ -89,13 +90,14 @@ def quantize(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="One per core unless given.", show_default=False)
     ] = None,
+    force: Force = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Quantize a model into an RSV file.
 
     Each linear layer is rotated, divided by its rows' root mean squares and mapped onto a codebook; everything
     else (norms, config, tokenizer; embeddings unless asked for) is kept. Equal input and options give an equal
-    file. The output appears only when it is complete: an interrupted run leaves nothing behind.
+    file. The output appears only when it is complete; until then what was there stays.
 
     Example: [bold cyan]rsv quantize ./Qwen2.5-0.5B -o qwen.rsv --bits 4 --importance imatrix.gguf[/bold cyan]
     """
@@ -105,13 +107,13 @@ def quantize(
         raise typer.BadParameter("give a budget, or --bits for all layers", param_hint="--bits-per-weight")
     with session():
         import rsv_format
-        from rsv_cli.files import check_output
 
-        check_output(output, Path(source), writes_rsv=True)
+        tell_leftovers(output, quiet)
         with terminal.progress("quantizing", quiet=quiet) as told:
             report = rsv_format.quantize(
                 source,
                 output,
+                force=force,
                 bits=bits,
                 bits_per_weight=bits_per_weight,
                 embedding_bits=_table_bits(embedding_bits),

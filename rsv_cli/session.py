@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import secrets
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from rich.text import Text
@@ -26,6 +29,9 @@ FAILED, USAGE, PIPE_CLOSED = 1, 2, 141
 _TRACEBACK = "RSV_TRACEBACK"
 _LONGEST = 2000  # characters of a place or a detail on a terminal: both can come from a file
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
+_SHOW_CURSOR = "\x1b[?25h"
+
+_folders: list[str] = []  # temporary ones
 
 
 class _Stopped(KeyboardInterrupt):
@@ -63,7 +69,6 @@ def session(as_json: bool = False) -> Iterator[None]:
                 raise RsvError("internal_error", type(e).__name__, detail) from e
         except RsvError as e:
             report(e, as_json)
-            sys.stdout.flush()
             raise typer.Exit(USAGE if e.code == "bad_argument" else FAILED) from None
 
 
@@ -102,22 +107,59 @@ def mlx_module(name: str) -> Any:
 
 
 @contextlib.contextmanager
+def scratch() -> Iterator[None]:
+    """While the body runs, temporary files, whoever makes them, lie in one folder, which goes with it.
+
+    Raises
+    ------
+    RsvError
+        io_error.
+    """
+    from rsv_format.errors import RsvError
+
+    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    try:
+        path = os.path.join(tempfile.gettempdir(), f"rsv-{secrets.token_hex(6)}")
+        _folders.append(path)  # first, so that no signal comes between
+        os.mkdir(path, 0o700)
+    except OSError as e:
+        raise RsvError("io_error", "TMPDIR", e.strerror or str(e)) from e
+    try:
+        tempfile.tempdir = os.environ["TMPDIR"] = path
+        yield
+    finally:
+        tempfile.tempdir = before
+        if variable is None:
+            os.environ.pop("TMPDIR", None)
+        else:
+            os.environ["TMPDIR"] = variable
+        _remove_folders()
+
+
+@contextlib.contextmanager
 def _ending_well() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        _hush()
+        hush(sys.stdout, sys.stderr)
         raise typer.Exit(PIPE_CLOSED) from None
-    except KeyboardInterrupt as e:
-        number = e.number if isinstance(e, _Stopped) else int(signal.SIGINT)
+    except _Stopped as e:
+        _leave(e.number)
+    except KeyboardInterrupt:
         with contextlib.suppress(OSError):
-            terminal.stderr().print("interrupted" if number == signal.SIGINT else "stopped", style="yellow")
-        raise typer.Exit(128 + number) from None
+            terminal.stderr().print("interrupted", style="yellow")
+        raise typer.Exit(128 + signal.SIGINT) from None
 
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
+    """The first signal unwinds the stack; a second one, while that is under way, ends the process at once."""
+    first: list[int] = []
+
     def stop(number: int, frame: FrameType | None) -> None:
+        first.append(number)
+        if len(first) > 1:
+            _leave(first[0])
         raise _Stopped(number)
 
     before: dict[int, Any] = {}
@@ -130,12 +172,36 @@ def _stoppable() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if first else handler)
 
 
-def _hush() -> None:
-    """Nobody reads: keep Python from complaining of it when it flushes at exit."""
-    for stream in (sys.stdout, sys.stderr):
+def _leave(number: int) -> NoReturn:
+    """End the process by a signal's exit code, waiting for no thread, and leave no temporary file."""
+    from rsv_format.outputs import discard_all
+
+    for other in (getattr(signal, name) for name in _STOPPING if hasattr(signal, name)):
+        signal.signal(other, signal.SIG_IGN)
+    discard_all()
+    _remove_folders()
+    word = "interrupted" if number == signal.SIGINT else "stopped"
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr.isatty():
+            word = f"{_SHOW_CURSOR}\r{word}"  # a bar has hidden it
+        os.write(sys.stderr.fileno(), f"{word}\n".encode())
+    os._exit(128 + number)
+
+
+def _remove_folders() -> None:
+    while _folders:
+        shutil.rmtree(_folders[-1], ignore_errors=True)
+        _folders.pop()
+
+
+def hush(*streams: Any) -> None:
+    """Nobody reads, or can: keep Python from complaining of it when it flushes at exit."""
+    for stream in streams:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())

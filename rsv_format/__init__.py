@@ -3,6 +3,7 @@
 Modules, bottom up:
 
 - errors, limits: codes and fixed sizes
+- outputs: what may be replaced, and how
 - layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
 - roles: what tensors are for, by their names
 - codebook: centroids;  rotation: transforms

@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import mmap as _mmap
 import os
+import stat
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,7 +39,8 @@ def open(source: Source, *, mmap: bool = True) -> File:
     source : path, bytes-like or binary file object
         A path and a file object with a descriptor are mapped read-only.
     mmap : bool
-        False reads the file into memory instead, for network file systems.
+        False reads each array when it is asked for, instead of mapping: for network file systems, and for files
+        that may become shorter meanwhile, which is an error then and the end of the process where they are mapped.
 
     Returns
     -------
@@ -50,14 +52,14 @@ def open(source: Source, *, mmap: bool = True) -> File:
     RsvError
         io_error, or any code of the framing, json, schema, reference and extent phases. SPEC section 9.
     """
-    buffer, descriptor = _buffer(source, mmap)
-    start = bytes(buffer[:PROLOGUE_NBYTES])
-    prologue = parse_prologue(start, buffer.nbytes)
+    stored = _stored(source, mmap)
+    start = bytes(stored.view(0, min(PROLOGUE_NBYTES, stored.nbytes)))
+    prologue = parse_prologue(start, stored.nbytes)
     end = PROLOGUE_NBYTES + prologue.header_nbytes
-    text = bytes(buffer[PROLOGUE_NBYTES:end])
+    text = bytes(stored.view(PROLOGUE_NBYTES, prologue.header_nbytes))
     if header_digest(start, text) != prologue.header_sha256:
         raise RsvError("header_digest_mismatch", "header_sha256", "prologue and header are not what was written")
-    if any(buffer[end : blobs_start(prologue.header_nbytes)]):
+    if any(stored.view(end, blobs_start(prologue.header_nbytes) - end)):
         raise RsvError("header_padding_nonzero", f"byte {end}", "the padding after the header must be zero")
     header = parse_header(text)
     check_references(header)
@@ -66,37 +68,87 @@ def open(source: Source, *, mmap: bool = True) -> File:
         raise RsvError(
             "file_extent", "file_nbytes", f"the header describes {file_nbytes} bytes, not {prologue.file_nbytes}"
         )
-    return File(buffer, header, blobs, prologue.header_nbytes, descriptor)
+    return File(stored, header, blobs, prologue.header_nbytes)
 
 
-def _buffer(source: Source, mmap: bool) -> tuple[memoryview, Descriptor | None]:
-    """The whole file as read-only bytes, and a descriptor of it if it is mapped."""
+class _Memory:
+    """Bytes in memory: given, read, or mapped from a file that `disk` reads."""
+
+    def __init__(self, buffer: memoryview, disk: _Disk | None = None) -> None:
+        self.buffer = buffer.cast("B").toreadonly()
+        self.nbytes = buffer.nbytes
+        self.disk = disk
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Some of the bytes, where they lie."""
+        return self.buffer[offset : offset + nbytes]
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """A copy of some of the bytes."""
+        if self.disk is not None:
+            self.disk.read_into(offset, out)
+        else:
+            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(self.view(offset, out.nbytes), np.uint8))
+
+
+class _Disk:
+    """Bytes of a regular file, by a descriptor of its own that is closed with the last owner."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
+        self.nbytes = nbytes
+        self.disk = self
+        self._modified = os.fstat(self.descriptor).st_mtime_ns
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Some of the bytes, read into memory of their own."""
+        out = np.empty(nbytes, np.uint8).data
+        self.read_into(offset, out)
+        return out.toreadonly()
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """A copy of some of the bytes."""
+        done = 0
+        while done < out.nbytes:
+            try:
+                count = os.preadv(self.descriptor, [out[done:]], offset + done)
+            except OSError as e:
+                raise RsvError("io_error", f"byte {offset + done}", e.strerror or str(e)) from e
+            if count == 0:
+                raise RsvError("io_error", f"byte {offset + done}", "the file has become shorter since it was opened")
+            done += count
+
+    def check_unchanged(self) -> None:
+        """Whether length and time of change are those at the opening."""
+        found = os.fstat(self.descriptor)
+        if (found.st_size, found.st_mtime_ns) != (self.nbytes, self._modified):
+            raise RsvError("io_error", "file", "it was changed while it was read")
+
+
+def _stored(source: Source, mmap: bool) -> _Memory | _Disk:
+    """The whole file, checked in nothing."""
     if isinstance(source, bytes | bytearray | memoryview):
-        return memoryview(source).cast("B").toreadonly(), None
+        return _Memory(memoryview(source))
     try:
         if isinstance(source, str | os.PathLike):
             with builtins.open(source, "rb") as file:
-                return _file_buffer(file, mmap)
-        return _file_buffer(source, mmap)
+                return _stored_in(file, mmap)
+        return _stored_in(source, mmap)
     except OSError as e:
         name = os.fspath(source) if isinstance(source, str | os.PathLike) else "file object"
         raise RsvError("io_error", str(name), e.strerror or str(e)) from e
 
 
-def _file_buffer(file: IO[bytes], mmap: bool) -> tuple[memoryview, Descriptor | None]:
-    if mmap:
-        with contextlib.suppress(OSError, AttributeError, ValueError):  # no descriptor, or an empty file
-            mapped = memoryview(_mmap.mmap(file.fileno(), 0, access=_mmap.ACCESS_READ))
-            return mapped, Descriptor(os.dup(file.fileno())) if hasattr(os, "preadv") else None
-    return memoryview(file.read()).toreadonly(), None
-
-
-class Descriptor:
-    """A file descriptor of one's own, closed with its last owner."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        weakref.finalize(self, os.close, number)
+def _stored_in(file: IO[bytes], mmap: bool) -> _Memory | _Disk:
+    disk = None
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # no descriptor, no regular file, an empty one
+        found = os.fstat(file.fileno())
+        if stat.S_ISREG(found.st_mode) and file.readable() and hasattr(os, "preadv"):
+            disk = _Disk(file.fileno(), found.st_size)
+        if mmap:
+            return _Memory(memoryview(_mmap.mmap(file.fileno(), 0, access=_mmap.ACCESS_READ)), disk)
+    return disk or _Memory(memoryview(file.read()))
 
 
 class _Lazy(Mapping[str, _T], Generic[_T]):
@@ -127,32 +179,58 @@ class File:
 
     def __init__(
         self,
-        buffer: memoryview,
+        stored: _Memory | _Disk,
         header: Header,
         blobs: list[Blob],
         header_nbytes: int,
-        descriptor: Descriptor | None = None,
     ) -> None:
-        self._buffer: memoryview | None = buffer
-        self._descriptor = descriptor
+        self._open: _Memory | _Disk | None = stored
         self.header = header
-        self.nbytes = buffer.nbytes
+        self.nbytes = stored.nbytes
         self.blobs = blobs
         self.header_nbytes = header_nbytes
         self._transforms: dict[int, Transform] = {}
 
     @property
     def buffer(self) -> memoryview:
-        """All bytes of the file, read-only.
+        """All bytes of the file, read-only: where they lie, or read for this if the file is not mapped.
 
         Raises
         ------
         RsvError
-            closed
+            closed, io_error.
         """
-        if self._buffer is None:
+        return self.read(0, self.nbytes)
+
+    @property
+    def mapped(self) -> bool:
+        """Whether the bytes are those of a mapped file."""
+        return isinstance(self._stored, _Memory) and isinstance(self._stored.buffer.obj, _mmap.mmap)
+
+    def unmapped(self) -> File:
+        """The same file, read instead of touched through its map, if it can be."""
+        return File(self._stored.disk or self._stored, self.header, self.blobs, self.header_nbytes)
+
+    @property
+    def _stored(self) -> _Memory | _Disk:
+        if self._open is None:
             raise RsvError("closed", "file", "it was closed before this was read")
-        return self._buffer
+        return self._open
+
+    def read(self, offset: int, nbytes: int) -> memoryview:
+        """Some bytes of the file, read-only.
+
+        Raises
+        ------
+        RsvError
+            closed, io_error.
+        """
+        return self._stored.view(offset, nbytes)
+
+    def check_unchanged(self) -> None:
+        """Raise RsvError `io_error` if a file on disk was written to since it was opened."""
+        if self._stored.disk is not None:
+            self._stored.disk.check_unchanged()
 
     @property
     def metadata(self) -> Mapping[str, str]:
@@ -188,21 +266,21 @@ class File:
         return self._transforms[index]
 
     def view(self, offset: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """A read-only view of bytes of the file."""
-        count = int(np.prod(shape, dtype=object))
-        return np.frombuffer(self.buffer, NUMPY_DTYPE[dtype], count, offset if count else 0).reshape(shape)
+        """A read-only array of bytes of the file: where they lie, if the file is mapped."""
+        nbytes = int(np.prod(shape, dtype=object)) * NUMPY_DTYPE[dtype].itemsize
+        return np.frombuffer(self.read(offset, nbytes), NUMPY_DTYPE[dtype]).reshape(shape)
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
         """Have the system read bytes that will be wanted soon, if it can be asked and has not got the first of them.
         A hint: nothing is said of bytes that are not there, or once the file is closed."""
-        descriptor = self._descriptor
-        if descriptor is None or not hasattr(os, "posix_fadvise"):
+        disk = self._open.disk if self._open else None
+        if disk is None or not hasattr(os, "posix_fadvise"):
             return
         try:
-            os.preadv(descriptor.number, [bytearray(1)], offset, os.RWF_NOWAIT)
+            os.preadv(disk.descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
         except (OSError, AttributeError):  # not in memory, or it cannot tell
             with contextlib.suppress(OSError):
-                os.posix_fadvise(descriptor.number, offset, nbytes, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(disk.descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Copy bytes of the file to writable memory; several threads may.
@@ -215,29 +293,15 @@ class File:
         RsvError
             closed, io_error.
         """
-        source = self.buffer[offset : offset + out.nbytes]
-        descriptor = self._descriptor
-        if descriptor is None:
-            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(source, np.uint8))
-            return
-        done = 0
-        while done < out.nbytes:
-            try:
-                count = os.preadv(descriptor.number, [out[done:]], offset + done)
-            except OSError as e:
-                raise RsvError("io_error", f"byte {offset + done}", e.strerror or str(e)) from e
-            if count == 0:
-                raise RsvError("io_error", f"byte {offset + done}", "the file has become shorter since it was opened")
-            done += count
+        self._stored.read_into(offset, out)
 
     def close(self) -> None:
         """Let go of the file; arrays taken from it keep their bytes."""
-        buffer, self._buffer = self._buffer, None
-        self._descriptor = None
+        stored, self._open = self._open, None
         self._transforms.clear()
-        if buffer is not None:
+        if isinstance(stored, _Memory):
             with contextlib.suppress(BufferError):
-                buffer.release()
+                stored.buffer.release()
 
     def __enter__(self) -> File:
         return self
@@ -345,7 +409,12 @@ class Layer:
     @property
     def codes(self) -> NDArray[np.uint32]:
         """Packed codes, uint32 (stack * out_features, row_words)."""
-        return self.file.view(self.offset, "u32", (self.layout.rows, self.layout.row_words))
+        return self.packed_rows(slice(0, self.layout.rows))
+
+    def packed_rows(self, rows: slice) -> NDArray[np.uint32]:
+        """Packed codes of some rows, by their start and stop."""
+        words = self.layout.row_words
+        return self.file.view(self.offset + 4 * words * rows.start, "u32", (rows.stop - rows.start, words))
 
     @property
     def scales(self) -> NDArray[np.float32]:
@@ -386,7 +455,7 @@ class Layer:
 
     def unpack(self) -> NDArray[np.uint8]:
         """The codes, uint8 (stack * out_features, in_features)."""
-        return self._unpacked(slice(None))
+        return self._unpacked(slice(0, self.layout.rows))
 
     def indices(self) -> NDArray[np.uint8 | np.uint16]:
         """What selects the centroids, (stack * out_features, in_features): uint8, or uint16 for windows above 8."""
@@ -448,7 +517,7 @@ class Layer:
             yield rows, codebook[window_indices(self._unpacked(rows), self.bits, self.window)] * scales[rows, None]
 
     def _unpacked(self, rows: slice) -> NDArray[np.uint8]:
-        return unpack_padded(self.codes[rows], self.bits)[:, : self.in_features]
+        return unpack_padded(self.packed_rows(rows), self.bits)[:, : self.in_features]
 
 
 @dataclass(frozen=True, eq=False)
@@ -525,7 +594,7 @@ class Attachment:
     @property
     def data(self) -> memoryview:
         """The bytes, read-only."""
-        return self.file.buffer[self.offset : self.offset + self.nbytes]
+        return self.file.read(self.offset, self.nbytes)
 
     def text(self) -> str:
         """The bytes as UTF-8.

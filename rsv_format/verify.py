@@ -17,7 +17,7 @@ from rsv_format.payload import (
     factor_faults,
     floats_faults,
 )
-from rsv_format.reader import File, Source, open
+from rsv_format.reader import File, Layer, Source, open
 from rsv_format.validate import Blob
 
 _CHUNK = 8 * 2**20  # bytes hashed between two calls of `progress`
@@ -46,10 +46,10 @@ def verify(source: File | Source, *, collect: bool = False, progress: Progress |
         The first fault (unless `collect`): any code that `open` raises, or of the payload phase.
     """
     if not isinstance(source, File):
-        with open(source) as file:
+        with open(source, mmap=False) as file:
             return verify(file, collect=collect, progress=progress)
     faults = []
-    for fault in _faults(source, progress or (lambda done, total, name: None)):
+    for fault in _faults(source.unmapped(), progress or (lambda done, total, name: None)):
         if not collect:
             raise fault
         faults.append(fault)
@@ -74,14 +74,24 @@ def _sha256(file: File, blob: Blob, progress: Progress) -> str:
     stop = blob.offset + blob.nbytes
     for start in range(blob.offset, stop, _CHUNK):
         progress(start, file.nbytes, blob.name)
-        digest.update(file.buffer[start : min(start + _CHUNK, stop)])
+        digest.update(file.read(start, min(_CHUNK, stop - start)))
     return digest.hexdigest()
 
 
 def _gap(file: File, start: int, stop: int) -> Faults:
-    gap = np.frombuffer(file.buffer, np.uint8)[start:stop]
+    gap = np.frombuffer(file.read(start, stop - start), np.uint8)
     if gap.any():
         yield RsvError("padding_nonzero", f"byte {start + int(np.argmax(gap != 0))}", "padding must be zero")
+
+
+def _codes(layer: Layer, where: str) -> Faults:
+    """The first fault of a layer's codes, some rows at a time."""
+    step = max(1, _CHUNK // (4 * layer.layout.row_words))
+    for start in range(0, layer.layout.rows if layer.in_features % 32 else 0, step):
+        rows = slice(start, min(start + step, layer.layout.rows))
+        for fault in codes_faults(layer.packed_rows(rows), layer.bits, layer.in_features, where):
+            yield fault
+            return
 
 
 def _content(file: File, blob: Blob, where: str) -> Faults:
@@ -97,6 +107,6 @@ def _content(file: File, blob: Blob, where: str) -> Faults:
         ends = [offset + nbytes for _, offset, nbytes in layer.parts]
         for end, (_, offset, _) in zip(ends[:-1], layer.parts[1:], strict=True):
             yield from _gap(file, end, offset)
-        yield from codes_faults(layer.codes, layer.bits, layer.in_features, where)
+        yield from _codes(layer, where)
         yield from floats_faults(layer.scales, f"{where} scales")
         yield from floats_faults(layer.bias_float32(), f"{where} bias")

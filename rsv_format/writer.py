@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from io import FileIO
 from types import TracebackType
-from typing import IO, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,12 +35,14 @@ from rsv_format.header import (
     parse_json,
     replace,
 )
-from rsv_format.layout import build_prologue, layer_layout
+from rsv_format.layout import MAGIC, build_prologue, layer_layout
 from rsv_format.limits import MAX_HEADER_NBYTES, PROLOGUE_NBYTES
+from rsv_format.outputs import Kind, Output, write_all
 from rsv_format.payload import codebook_faults, codes_faults, diagonal_faults, factor_faults, floats_faults
 from rsv_format.rotation import Transform
 from rsv_format.validate import Blob, check_references, walk
 
+RSV_FILE = Kind("an RSV file", lambda head: head.startswith(MAGIC))
 _T = TypeVar("_T")
 
 
@@ -109,16 +110,18 @@ def write(
     attachments: Mapping[str, AttachmentData] | None = None,
     metadata: Mapping[str, str] | None = None,
     extensions: Mapping[str, Any] | None = None,
+    force: bool = False,
 ) -> None:
     """Write content that is at hand, canonically: equal content gives equal bytes.
 
-    Equal codebooks and equal transforms are stored once, whether or not they are the same objects.
+    Equal codebooks and equal transforms are stored once, whether or not they are the same objects. `force` is
+    `Writer`'s.
 
     Raises
     ------
     RsvError
-        content_invalid: an array does not fit its layer; io_error; or a code of the schema and reference
-        phases: no reader would take the file. SPEC section 11.
+        bad_argument: what is at the path may not be replaced; content_invalid: an array does not fit its layer;
+        io_error; or a code of the schema and reference phases: no reader would take the file. SPEC section 11.
     """
     layers, tensors, attachments = list(layers), dict(tensors or {}), dict(attachments or {})
     codebooks, transforms = _Table[LayerData](), _Table[Transform]()
@@ -153,7 +156,7 @@ def write(
         (),
         dict(extensions or {}),
     )
-    with Writer(path, header) as writer:
+    with Writer(path, header, force=force) as writer:
         for i, user in enumerate(codebooks.items):
             writer.codebook(i, user.codebook)
         for i, t in enumerate(transforms.items):
@@ -264,19 +267,23 @@ class Writer:
     Parameters
     ----------
     path : path
-        Replaced at the end, in one step; it may be the file that the content is read from.
+        Replaced at the end, in one step; it may be the RSV file that the content is read from.
     header : Header
         With digests of any value, its entries in any order; the tables are addressed by the position that
         they have in it. Equal codebooks and transforms must have been merged by the caller.
+    force : bool
+        Replace a file that is not RSV, or write-protected; but never a model in another format.
 
     Raises
     ------
     RsvError
-        io_error, content_invalid, or a code of the schema and reference phases. SPEC section 11.
+        bad_argument: what is at the path may not be replaced; io_error, content_invalid, or a code of the schema
+        and reference phases. SPEC section 11.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: Header) -> None:
-        self._path = os.path.realpath(path)
+    def __init__(self, path: str | os.PathLike[str], header: Header, *, force: bool = False) -> None:
+        self._output = Output(path, RSV_FILE, force=force)
+        self._file: FileIO | None = None
         given = _checked(header)
         header = arrange(given)
         text = build_header(header)
@@ -294,9 +301,6 @@ class Writer:
         self._digests: dict[tuple[str, str], str] = {}
         self._layers = layers
         self._tensors = {tensor.name: tensor for tensor in header.tensors}
-        folder, name = os.path.split(self._path)
-        self._temporary = os.path.join(folder, f".{name[:100]}.{secrets.token_hex(6)}.tmp")
-        self._file: IO[bytes] | None = None
 
     def codebook(self, index: int, centroids: NDArray[np.float32]) -> None:
         """Write the centroids of the codebook at this position of the header that was given."""
@@ -348,8 +352,8 @@ class Writer:
         """Write an attached file."""
         self._put(("attachment", name), [(0, memoryview(data))])
 
-    def commit(self) -> None:
-        """Fill in the digests, flush to the disk, take the path's place.
+    def finish(self) -> FileIO:
+        """Fill in the digests: the file is complete, and can be read, though its path does not know of it yet.
 
         Raises
         ------
@@ -360,52 +364,39 @@ class Writer:
         if missing:
             raise RsvError("content_invalid", min(missing), f"{len(missing)} blobs were never written")
         text = build_header(self._with_digests())
-        assert len(text) == self._header_nbytes and self._file is not None
+        assert len(text) == self._header_nbytes
         self._write(0, build_prologue(text, self._file_nbytes))
         self._write(PROLOGUE_NBYTES, text)
-        try:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            os.replace(self._temporary, self._path)
-            _sync_folder(os.path.dirname(self._path))
-        except OSError as e:
-            raise RsvError("io_error", self._path, e.strerror or str(e)) from e
+        assert self._file is not None
+        return self._file
+
+    def commit(self) -> None:
+        """Finish, flush to the disk, take the path's place.
+
+        Raises
+        ------
+        RsvError
+            As `finish`; bad_argument if a file that may not be replaced has come to the path meanwhile.
+        """
+        self.finish()
+        self._file = None
+        self._output.commit()
 
     def discard(self) -> None:
-        """Give up: remove what was written so far, the path's old file stays."""
-        if self._file is not None:
-            self._file.close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._temporary)
+        """Give up: forget what was written so far, the path's old file stays."""
+        self._file = None
+        self._output.discard()
 
     def __enter__(self) -> Writer:
-        with self._rolled_back():
-            try:
-                if os.path.exists(self._path) and not os.path.isfile(self._path):
-                    raise RsvError("io_error", self._path, "it is not a regular file")
-                self._file = open(self._temporary, "xb", buffering=0)  # noqa: SIM115, closed by commit or discard
-                with contextlib.suppress(OSError):  # not every file system knows permissions
-                    os.chmod(self._temporary, _mode(self._path))
-                self._file.truncate(self._file_nbytes)
-            except OSError as e:
-                raise RsvError("io_error", self._path, e.strerror or str(e)) from e
+        self._file = self._output.open(self._file_nbytes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
-        with self._rolled_back():
+        try:
             if e is None:
                 self.commit()
-                return
-        self.discard()
-
-    @contextlib.contextmanager
-    def _rolled_back(self) -> Iterator[None]:
-        """Discard the temporary file if the body fails, or is interrupted."""
-        try:
-            yield
-        except BaseException:
+        finally:
             self.discard()
-            raise
 
     def _check_transform(self, index: int, transform: Transform) -> None:
         """It is what the header says, and would verify."""
@@ -468,15 +459,13 @@ class Writer:
         self._digests[key] = digest.hexdigest()
 
     def _write(self, offset: int, data: bytes | memoryview) -> None:
-        rest = memoryview(data)
         if self._file is None:
-            raise RsvError("closed", self._path, "a Writer is a context manager: enter it first")
+            raise RsvError("closed", self._output.path, "a Writer is a context manager: enter it first")
         try:
             self._file.seek(offset)
-            while rest.nbytes:
-                rest = rest[self._file.write(rest) :]
+            write_all(self._file, data)
         except OSError as e:
-            raise RsvError("io_error", self._path, e.strerror or str(e)) from e
+            raise RsvError("io_error", self._output.path, e.strerror or str(e)) from e
 
 
 @dataclass
@@ -515,22 +504,3 @@ def _bytes(array: NDArray[Any], dtype: str) -> memoryview:
     """The elements as they are stored, without a copy where they lie so already."""
     flat = np.ascontiguousarray(array, NUMPY_DTYPE[dtype]).reshape(-1)
     return flat.view(np.uint8).data
-
-
-def _mode(path: str) -> int:
-    """Permissions of the file that is replaced, or the usual ones of a new file."""
-    try:
-        return os.stat(path).st_mode & 0o777
-    except OSError:
-        mask = os.umask(0)
-        os.umask(mask)
-        return 0o666 & ~mask
-
-
-def _sync_folder(folder: str) -> None:
-    with contextlib.suppress(OSError):  # not every system opens a folder; the rename itself has happened
-        descriptor = os.open(folder or ".", os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

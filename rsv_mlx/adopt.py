@@ -111,12 +111,13 @@ def make_loader(file: rsv_format.File, zero_copy: str, lazy: bool, report: LoadR
 
 def adoption_obstacle(file: rsv_format.File | None = None) -> str | None:
     """Why MLX cannot adopt mapped bytes (of this file) here, or None if it can."""
-    if file is not None:
-        if not isinstance(file.buffer.obj, mmap.mmap):
+    obstacle = _probe()
+    if obstacle is None and file is not None:
+        if not file.mapped:
             return "the file is not mapped"
         if np.frombuffer(file.buffer, np.uint8).ctypes.data % mmap.PAGESIZE:
             return "the map does not start on a page"
-    return _probe()
+    return obstacle
 
 
 @lru_cache(maxsize=1)

@@ -41,6 +41,7 @@ def save(
     tokenizer_from: str | os.PathLike[str] | None = None,
     persist_rotation: bool = False,
     metadata: Mapping[str, str] | None = None,
+    force: bool = False,
 ) -> None:
     """Write a model to a file that `load` gives back: logits are the same to the byte.
 
@@ -63,12 +64,14 @@ def save(
         that was loaded from such a file has no seed, and stays a matrix.
     metadata : mapping, optional
         Text about the file.
+    force : bool
+        Replace a file that is not RSV, or write-protected; but never a model in another format.
 
     Raises
     ------
     RsvError
-        bad_argument: a parameter of a dtype that the format lacks; content_invalid, naming a parameter;
-        io_error.
+        bad_argument: a parameter of a dtype that the format lacks, or what is at the path may not be replaced;
+        content_invalid, naming a parameter; io_error.
     """
     layers, packed = [], set()
     transforms: dict[int, rsv_format.Transform] = {}
@@ -90,6 +93,7 @@ def save(
         },
         attachments=_attachments(model, config, None if tokenizer_from is None else Path(tokenizer_from)),
         metadata={"generator": f"rsv-format {_version()}", **(metadata or {})},
+        force=force,
     )
 
 

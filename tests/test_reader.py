@@ -43,7 +43,7 @@ from strategies import (
 )
 
 import rsv_format
-from rsv_format import RsvError
+from rsv_format import AttachmentData, RsvError, quantize_matrix
 from rsv_format.limits import MAX_HAAR
 
 FILE = small_file()
@@ -474,9 +474,58 @@ def arrays(file: rsv_format.File) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
+def test_arrays_of_a_file_that_is_not_mapped(path: Path) -> None:
+    with rsv_format.open(path, mmap=False) as file, rsv_format.open(path) as mapped:
+        assert mapped.mapped and not file.mapped and not mapped.unmapped().mapped
+        for name, array in arrays(file).items():
+            assert array.tobytes() == arrays(mapped)[name].tobytes() and array.shape == arrays(mapped)[name].shape
+            assert not array.flags.writeable
+            assert not np.shares_memory(array, np.frombuffer(mapped.buffer, np.uint8)), name
+        assert bytes(file.buffer) == FILE
+
+
 @pytest.mark.parametrize("mmap", [True, False])
-def test_views_are_read_only_and_share_the_file(path: Path, mmap: bool) -> None:
+def test_a_file_that_becomes_shorter_is_an_error_where_it_is_not_touched_through_a_map(
+    tmp_path: Path, mmap: bool
+) -> None:
+    path = tmp_path / "a"
+    large = quantize_matrix(np.random.default_rng(0).standard_normal((200, 300)), name="a")
+    rsv_format.write(path, layers=[large], attachments={"x": AttachmentData("a/b", bytes(10**5))})
     with rsv_format.open(path, mmap=mmap) as file:
+        file.check_unchanged()
+        os.truncate(path, 16384)
+        read = file.unmapped()
+        for action in (
+            lambda: rsv_format.verify(file), lambda: rsv_format.verify(file, collect=True), file.check_unchanged,
+            lambda: read.layers["a"].dequantize(), lambda: read.layers["a"].matmul(np.ones(300)),
+            lambda: read.attachments["x"].data, lambda: read.buffer, lambda: rsv_format.save(read, tmp_path / "b"),
+        ):  # fmt: skip
+            with pytest.raises(RsvError) as e:
+                action()
+            assert e.value.code == "io_error"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_file_that_was_written_to_is_told(tmp_path: Path, mmap: bool) -> None:
+    path = tmp_path / "a"
+    path.write_bytes(FILE)
+    os.utime(path, ns=(0, 0))
+    with rsv_format.open(path, mmap=mmap) as file:
+        path.with_name("b").write_bytes(b"another")
+        os.replace(path.with_name("b"), path)
+        file.check_unchanged()  # the file that was opened is as it was
+    path.write_bytes(FILE)
+    os.utime(path, ns=(0, 0))
+    with rsv_format.open(path, mmap=mmap) as file:
+        path.write_bytes(FILE)
+        with pytest.raises(RsvError) as e:
+            file.check_unchanged()
+        assert e.value.code == "io_error"
+
+
+def test_views_are_read_only_and_share_the_file(path: Path) -> None:
+    with rsv_format.open(path) as file:
         whole = np.frombuffer(file.buffer, np.uint8)
         for name, view in arrays(file).items():
             assert np.shares_memory(whole, view), name

@@ -25,9 +25,11 @@ from rsv_format.header import (
     LayerEntry,
     TensorEntry,
     TransformEntry,
+    build_header,
 )
 from rsv_format.layout import BIAS_DTYPES
-from rsv_format.quantizer.budget import Demand, quantized_nbytes, spend, weighted_error
+from rsv_format.outputs import check
+from rsv_format.quantizer.budget import LEVELS, Demand, quantized_nbytes, spend, weighted_error
 from rsv_format.quantizer.importance import norm_gains, plain_name, share_groups
 from rsv_format.quantizer.matrix import channel_scales, column_squares, group_transform, make_transform, quantize_matrix
 from rsv_format.quantizer.options import DEFAULT_BITS, IMPORTANCES, Importance, QuantizeOptions, table_bits
@@ -40,11 +42,14 @@ from rsv_format.sources import Source, SourceTensor, open_source
 from rsv_format.sources.experts import stack_experts
 from rsv_format.sources.imatrix import load_imatrix
 from rsv_format.summary import Summary, summarize
+from rsv_format.validate import walk
 from rsv_format.writer import (
+    RSV_FILE,
     AttachmentData,
     LayerData,
     TensorData,
     Writer,
+    arrange,
     diagonal_entry,
     factor_entry,
     transform_entry,
@@ -69,6 +74,7 @@ def quantize(
     source: str | os.PathLike[str] | Source,
     out: str | os.PathLike[str],
     *,
+    force: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
     **options: Any,
@@ -80,7 +86,9 @@ def quantize(
     source : path, hub id or Source
         What `open_source` takes, or gave.
     out : path
-        Written whole or not at all.
+        Written whole or not at all; never in the place of what is read.
+    force : bool
+        Replace a file that is not RSV, or write-protected; but never a model in another format.
     threads : int, optional
         One per core if not given.
     progress : callable(done, total, name), optional
@@ -95,13 +103,20 @@ def quantize(
         bad_argument, source_unsupported, source_invalid, nonfinite_weight, importance_mismatch, io_error.
     """
     started = time.perf_counter()
+    chosen = QuantizeOptions(**options)
+    inputs = _paths(source, chosen.importance)
+    check(out, RSV_FILE, inputs=inputs, force=force)
+    given = _given_importance(chosen.importance)
     with _opened(source) as opened:
-        job = _Job(opened, QuantizeOptions(**options), threads, progress or _silent)
-        job.write(out)
-    with open_file(out) as file:
-        if _repeats(file):
-            save(file, out)
-    return QuantizeReport(str(out), time.perf_counter() - started, len(job.layers), len(job.importance), summarize(out))
+        job = _Job(opened, chosen, given, threads, progress or _silent)
+        check(out, RSV_FILE, inputs=inputs, force=force, nbytes=job.least_nbytes())
+        job.measure()
+        with job.write(out, force) as file:
+            summary = summarize(file)
+            if _repeats(file):
+                save(file, out)
+                summary = summarize(out)
+    return QuantizeReport(str(out), time.perf_counter() - started, len(job.layers), len(job.importance), summary)
 
 
 def quantize_layers(
@@ -115,18 +130,22 @@ def quantize_layers(
 
     Layers with one input come one after the other and share one Transform object.
     """
+    chosen = QuantizeOptions(**options)
+    given = _given_importance(chosen.importance)
     with _opened(source) as opened:
-        yield from _Job(opened, QuantizeOptions(**options), threads, progress or _silent).quantized()
+        job = _Job(opened, chosen, given, threads, progress or _silent)
+        job.measure()
+        yield from job.quantized()
         opened.check_unchanged()
 
 
-def save(file: File, path: str | os.PathLike[str]) -> None:
-    """Write an open file again, canonically; `path` may be the one that it was opened from.
+def save(file: File, path: str | os.PathLike[str], *, force: bool = False) -> None:
+    """Write an open file again, canonically; `path` may be the one that it was opened from. `force` is `Writer`'s.
 
     Raises
     ------
     RsvError
-        io_error, content_invalid. SPEC section 11.
+        bad_argument, io_error, content_invalid. SPEC section 11.
     """
     write(
         path,
@@ -140,15 +159,18 @@ def save(file: File, path: str | os.PathLike[str]) -> None:
         attachments={name: AttachmentData(x.media_type, bytes(x.data)) for name, x in file.attachments.items()},
         metadata=file.metadata,
         extensions=file.header.extensions,
+        force=force,
     )
 
 
 @dataclass
 class _Job:
-    """One run of `quantize`: first the header, of which only the digests are missing, then the blobs."""
+    """One run of `quantize`: what is to be done; what matters (`measure`); the header, of which only the digests
+    are missing; the blobs."""
 
     source: Source
     options: QuantizeOptions
+    given: Mapping[str, Floats] | None  # importance; None if it is to be found
     threads: int | None
     progress: Progress
 
@@ -157,23 +179,48 @@ class _Job:
         make_transform(1, rotation=self.options.rotation, seed=self.options.seed)
         # sorted, so that the result does not depend on the order of the source
         names = sorted(name.removesuffix(".weight") for name in self.source.tensors if self.source.is_linear(name))
+        tables = self._table_bits()
+        self._refuse_idle_patterns([*names, *tables])
         self.layer_bits = dict.fromkeys(filter(self._chosen, names), self.plain_bits)
-        self.fixed_bits = {name: bits for name, bits in self._table_bits().items() if self._chosen(name)}
+        self.fixed_bits = {name: bits for name, bits in tables.items() if self._chosen(name)}
         self.layer_bits |= self.fixed_bits
         self.layers = sorted(self.layer_bits)
         if not self.layers:
             raise RsvError("bad_argument", self.source.path, f"none of {len(names)} linear layers is chosen")
         self.biases = {name: bias for name in self.layers if (bias := self._bias(name)) is not None}
         self.groups = [part for group in share_groups(self.layers) for part in self._same_width(group)]
-        self.importance = self._shared_importance(self._importance(self.options.importance))
+        self.importance: Mapping[str, Floats] = {}
+        if self.given is not None:
+            self.importance = self._shared_importance(self._named_in(self.given))
+
+    def least_nbytes(self) -> int:
+        """A size that the file will not be below, as far as can be told before `measure`.
+
+        Raises
+        ------
+        RsvError
+            bad_argument: the budget is below it.
+        """
+        bits, budget = self.layer_bits, self.options.bits_per_weight
+        if budget is not None:
+            bits = dict.fromkeys(bits, LEVELS[self.options.codebook][0]) | self.fixed_bits
+        header = arrange(self._header(bits))
+        if budget is not None and (least := quantized_nbytes(header)) > (limit := self._limit(budget)):
+            raise RsvError("bad_argument", "bits_per_weight", f"it allows {limit} bytes, and {least} are the least")
+        return walk(header, len(build_header(header)))[1]
+
+    def measure(self) -> None:
+        """Find out which channels matter, and what a budget buys: a run of the model, or passes over it."""
+        if self.given is None:
+            self.importance = self._shared_importance(self._found_importance())
         if self.options.bits_per_weight is not None:
             self.layer_bits = self._spent(self.options.bits_per_weight)
 
-    def write(self, out: str | os.PathLike[str]) -> None:
-        """Stream everything into a file."""
+    def write(self, out: str | os.PathLike[str], force: bool) -> File:
+        """Stream everything into a file. Returned is that very file, whatever its path means by then."""
         header = self._header(self.layer_bits)
         positions = {layer.name: layer.transform for layer in header.layers}
-        with Writer(out, header) as writer:
+        with Writer(out, header, force=force) as writer:
             for i, entry in enumerate(header.codebooks):
                 writer.codebook(i, make_codebook(self.options.codebook, entry.bits))
             written: set[int] = set()
@@ -188,6 +235,7 @@ class _Job:
             for name, (_, data) in self.source.attachments.items():
                 writer.attachment(name, data)
             self.source.check_unchanged()  # raised here, it leaves nothing behind
+            return open_file(writer.finish())
 
     def quantized(self) -> Iterator[LayerData]:
         """The layers, group by group; a group's dense matrices are in memory together, its stacks one by one."""
@@ -284,14 +332,17 @@ class _Job:
 
     def _spent(self, bits_per_weight: float) -> dict[str, int]:
         """The bits of each layer that a budget buys; a pass over the source."""
-        weights = sum(prod(self._weight(name).shape) for name in self.layers)
 
         def size(bits: Mapping[str, int]) -> int:
             return quantized_nbytes(self._header({**bits, **self.fixed_bits}))
 
-        limit = int(bits_per_weight * weights / 8)
+        limit = self._limit(bits_per_weight)
         bits = spend(self._demands(), kind=self.options.codebook, limit=limit, size=size)
         return bits | self.fixed_bits
+
+    def _limit(self, bits_per_weight: float) -> int:
+        """Bytes that a budget allows."""
+        return int(bits_per_weight * sum(prod(self._weight(name).shape) for name in self.layers) / 8)
 
     def _demands(self) -> list[Demand]:
         """What every layer whose bits are not fixed does with bits."""
@@ -320,17 +371,18 @@ class _Job:
         wanted = self.options.importance
         return wanted if isinstance(wanted, str) and wanted in IMPORTANCES else "given"
 
-    def _importance(self, importance: Importance) -> Mapping[str, Floats]:
-        """Mean squared activations of the layers for which they are known."""
-        if importance == "none":
-            return {}
-        if importance == "auto":
-            return synthetic_importance(self.source, self.options.seed, self.progress) or self._norm_gains()
-        if importance == "gains":
-            return self._norm_gains()
-        found = importance if isinstance(importance, Mapping) else load_imatrix(Path(importance))
-        chosen = {name: h for name in self.layers if (h := self._given(name, found)) is not None}
-        if not chosen:
+    def _found_importance(self) -> Mapping[str, Floats]:
+        """Mean squared activations of the layers for which they can be told from the model."""
+        if self.options.importance == "auto":
+            found = synthetic_importance(self.source, self.options.seed, self.progress)
+            if found:
+                return found
+        return self._norm_gains()
+
+    def _named_in(self, given: Mapping[str, Floats]) -> Mapping[str, Floats]:
+        """Mean squared activations of the layers to which something was given."""
+        chosen = {name: h for name in self.layers if (h := self._given(name, given)) is not None}
+        if not chosen and self.options.importance != "none":
             raise RsvError("importance_mismatch", "importance", "it names none of the layers that are quantized")
         return chosen
 
@@ -398,12 +450,22 @@ class _Job:
         )
 
     def _chosen(self, name: str) -> bool:
-        names = self._names(name)
+        include, exclude = self.options.include, self.options.exclude
+        return (not include or self._matches(name, include)) and not self._matches(name, exclude)
 
-        def matches(patterns: Iterable[str]) -> bool:
-            return any(fnmatch.fnmatchcase(x, pattern) for pattern in patterns for x in names)
+    def _matches(self, name: str, patterns: Iterable[str]) -> bool:
+        return any(fnmatch.fnmatchcase(x, pattern) for pattern in patterns for x in self._names(name))
 
-        return (not self.options.include or matches(self.options.include)) and not matches(self.options.exclude)
+    def _refuse_idle_patterns(self, layers: list[str]) -> None:
+        """A pattern that matches nothing is a mistake; what is kept anyway may be excluded."""
+        weights = [name.removesuffix(".weight") for name in self.source.tensors if name.endswith(".weight")]
+        for option, patterns, names in (
+            ("include", self.options.include, layers),
+            ("exclude", self.options.exclude, weights),
+        ):
+            for pattern in patterns:
+                if not any(self._matches(name, [pattern]) for name in names):
+                    raise RsvError("bad_argument", option, f"{pattern!r} matches none of {len(names)} layers")
 
     def _names(self, name: str) -> list[str]:
         """A layer's name and, of a stack, those of the experts in the checkpoint."""
@@ -438,6 +500,15 @@ class _Job:
         return list(widths.values())
 
 
+def _given_importance(importance: Importance) -> Mapping[str, Floats] | None:
+    """What is given, nothing for "none"; None if it is to be found."""
+    if isinstance(importance, Mapping):
+        return importance
+    if importance == "none":
+        return {}
+    return None if importance in IMPORTANCES else load_imatrix(Path(importance))
+
+
 @contextlib.contextmanager
 def _opened(source: str | os.PathLike[str] | Source) -> Iterator[Source]:
     """A source of the caller's stays open."""
@@ -446,6 +517,12 @@ def _opened(source: str | os.PathLike[str] | Source) -> Iterator[Source]:
     else:
         with open_source(source) as opened:
             yield opened
+
+
+def _paths(source: str | os.PathLike[str] | Source, importance: Importance) -> list[str | os.PathLike[str]]:
+    """What is read, if it lies at these paths."""
+    model = source.path if isinstance(source, Source) else source
+    return [model] if isinstance(importance, Mapping) else [model, importance]
 
 
 def _repeats(file: File) -> bool:

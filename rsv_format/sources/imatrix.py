@@ -14,14 +14,16 @@ from pathlib import Path
 import numpy as np
 
 from rsv_format.errors import RsvError
-from rsv_format.replacing import replacing
+from rsv_format.outputs import Kind, Output
 from rsv_format.sources import gguf
 from rsv_format.sources.base import Array, Floats, library, reading
 from rsv_format.sources.gguf_names import hugging_face_name, llama_cpp_name, mixtral_suffix
-from rsv_format.sources.gguf_reader import is_gguf
+from rsv_format.sources.gguf_reader import MAGIC, is_gguf
 
 _GATE_UP = "ffn_gate_up_exps"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
+# the beginning of what `save_imatrix` and llama.cpp write: general.type is the first or second key
+IMATRIX = Kind("an importance matrix", lambda head: head.startswith(MAGIC) and b"imatrix" in head)
 _BLOCK = "blk."  # what begins so is llama.cpp's name for a part of a block, known here or not
 
 
@@ -61,6 +63,7 @@ def save_imatrix(
     datasets: Sequence[str] = (),
     chunks: int = 0,
     chunk_size: int = 0,
+    force: bool = False,
 ) -> None:
     """Write an importance matrix in GGUF, whole or not at all, as llama.cpp's llama-imatrix does.
 
@@ -75,16 +78,19 @@ def save_imatrix(
         What the tokens were taken from.
     chunks, chunk_size : int
         How many runs there were, and how many tokens each had.
+    force : bool
+        Replace a file that is no importance matrix, or write-protected; but never a model.
 
     Raises
     ------
     RsvError
-        `io_error`; `missing_dependency` without gguf; `bad_argument` for shapes that do not fit.
+        `io_error`; `missing_dependency` without gguf; `bad_argument` for shapes that do not fit, and if what is at
+        the path may not be replaced.
     """
-    path = Path(path)
     package = library("gguf", str(path))
-    with replacing(path) as temporary:
-        writer = package.GGUFWriter(temporary, "imatrix")
+    with Output(path, IMATRIX, force=force) as output:
+        output.open()
+        writer = package.GGUFWriter(output.temporary_path, "imatrix")
         writer.add_type("imatrix")
         writer.add_array(package.Keys.IMatrix.DATASETS, list(datasets))
         writer.add_uint32(package.Keys.IMatrix.CHUNK_COUNT, chunks)

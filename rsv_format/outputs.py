@@ -1,0 +1,445 @@
+"""Where files are written: what may be replaced, and how they come into place, whole or not at all.
+
+Every file that this package, rsv_mlx and the command line write goes through here, so one rule holds for all. Where
+the system has files without a name (O_TMPFILE, on Linux), what is not finished has none, and ends with its process
+however that ends. Elsewhere it has a hidden name beside its path, and a lock that tells whether its writer lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import stat
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from rsv_format.errors import RsvError
+
+StrPath = str | os.PathLike[str]
+
+_HEAD_NBYTES = 4096  # enough to tell what a file is
+_MODEL_SUFFIXES = frozenset((".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".h5", ".onnx"))
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)
+_STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
+_FORCE = "--force (in Python, force=True) replaces it"
+
+_unfinished: set[Output] = set()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is written, and how an earlier one is known by the bytes that it begins with."""
+
+    name: str  # with its article, as in "exists and is not an RSV file"
+    is_one: Callable[[bytes], bool]
+
+
+class Output:
+    """A file on its way to a path; until it is committed the path stays as it is.
+
+    A context manager: its exit commits, or discards after an exception; an OSError becomes io_error.
+
+    Parameters
+    ----------
+    path : path
+        A link is followed, and stays.
+    kind : Kind, optional
+        One of this kind may be replaced. Without it nothing may, and a link is not followed: so it is for names
+        that come from a file and not from the user.
+    inputs : paths
+        What is read to make it, and never replaced: files, and folders with the files in them.
+    force : bool
+        Replace what is write-protected or of another kind, but never a model that is not RSV.
+
+    Raises
+    ------
+    RsvError
+        bad_argument: what is there may not be replaced; io_error.
+    """
+
+    def __init__(
+        self, path: StrPath, kind: Kind | None = None, *, inputs: Iterable[StrPath] = (), force: bool = False
+    ) -> None:
+        self._named, self._kind, self._force = os.fspath(path), kind, force
+        self._temporaries: list[str] = []  # names that `discard` removes
+        self._file: FileIO | None = None
+        self._folder = -1
+        with self._reported():
+            parent, name = os.path.split(os.path.abspath(path))
+            self.path = os.path.realpath(path) if kind else os.path.join(os.path.realpath(parent), name)
+            if kind and os.path.exists(path) and not _same(os.stat(path), self._found()):
+                raise self._refusal("is not a regular file with a name")  # /dev/stdout, or the like
+            self._refuse_inputs(inputs)
+            self._refuse_precious()
+
+    def open(self, nbytes: int = 0) -> FileIO:
+        """The file to write to, unbuffered and of this length, zeros so far; io_error if there is no room for it."""
+        with self._discarded_on_error(), self._reported():
+            _unfinished.add(self)
+            parent = os.path.dirname(self.path)
+            self._folder = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = FileIO(self._new(parent), "r+")
+            _lock(self._file.fileno())
+            _check_room(self._file.fileno(), nbytes)
+            self._file.truncate(nbytes)
+        return self._file
+
+    @property
+    def temporary_path(self) -> str:
+        """What opens the file once more, for libraries that want a path."""
+        assert self._file is not None
+        return self._temporaries[0] if self._temporaries else _unnamed(self._file.fileno())
+
+    def commit(self) -> None:
+        """Flush to the disk and take the path's place, in one step."""
+        commit(self)
+
+    def discard(self) -> None:
+        """Forget what was written."""
+        while self._temporaries:
+            with contextlib.suppress(OSError):
+                os.unlink(self._temporaries[-1])
+            self._temporaries.pop()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._file = None
+        if self._folder >= 0:
+            os.close(self._folder)
+        self._folder = -1
+        _unfinished.discard(self)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            if e is None:
+                self.commit()
+        finally:
+            self.discard()
+        if isinstance(e, OSError):
+            raise RsvError("io_error", self._named, e.strerror or str(e)) from e
+
+    @contextlib.contextmanager
+    def _reported(self) -> Iterator[None]:
+        """OSError becomes io_error."""
+        try:
+            yield
+        except OSError as e:
+            raise RsvError("io_error", self._named, e.strerror or str(e)) from e
+
+    @contextlib.contextmanager
+    def _discarded_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.discard()
+            raise
+
+    def _refusal(self, why: str) -> RsvError:
+        return RsvError("bad_argument", self._named, why)
+
+    def _found(self) -> os.stat_result | None:
+        """What is at the path, which is a link only if links are not followed."""
+        try:
+            return os.lstat(self.path)
+        except FileNotFoundError:
+            return None
+
+    def _new(self, parent: str) -> int:
+        """A descriptor of a new file that has no name, or a temporary one."""
+        old = self._found()
+        mode = stat.S_IMODE(old.st_mode) & 0o777 if old and stat.S_ISREG(old.st_mode) else 0o666
+        flags = os.O_RDWR | os.O_CLOEXEC
+        if hasattr(os, "O_TMPFILE") and os.path.exists(_unnamed(self._folder)):
+            with contextlib.suppress(OSError):  # not every file system has it; whatever else is wrong shows below
+                return os.open(parent, flags | os.O_TMPFILE, mode)
+        name = _temporary_name(self.path)
+        self._temporaries.append(name)
+        return os.open(name, flags | os.O_CREAT | os.O_EXCL, mode)
+
+    def _refuse_inputs(self, inputs: Iterable[StrPath]) -> None:
+        found = self._found()
+        if found is None or not stat.S_ISREG(found.st_mode):
+            return
+        # a file of the kind that is written is not what was read from a folder
+        whole_folders = not (self._kind and self._kind.is_one(_head(self.path)))
+        for name in inputs:
+            with contextlib.suppress(OSError):  # an input that is not there says so when it is opened
+                if _same(os.stat(name), found):
+                    raise self._refusal("is the input itself")
+                if whole_folders and os.path.isdir(name):
+                    with os.scandir(name) as entries:
+                        if any(_same(entry.stat(), found) for entry in entries if entry.is_file()):
+                            raise self._refusal("is a file of the input's")
+
+    def _refuse_precious(self) -> None:
+        """Refuse to replace what is at the path, if that is not allowed."""
+        found = self._found()
+        if found is None:
+            return
+        if stat.S_ISDIR(found.st_mode):
+            raise self._refusal("is a folder")
+        if stat.S_ISLNK(found.st_mode):
+            if not self._force:
+                raise self._refusal(f"exists, as a link: {_FORCE}")
+            return
+        if not stat.S_ISREG(found.st_mode):
+            raise self._refusal("is not a regular file")
+        if any(_is_stream(descriptor, found) for descriptor in (1, 2)):
+            raise self._refusal("is where this process prints to")
+        head = _head(self.path)
+        own = self._kind is not None and self._kind.is_one(head)
+        if not own and _is_model(self.path, head, found.st_size):
+            raise self._refusal("exists and is a model that is not RSV: remove it first if it may go")
+        if self._force:
+            return
+        if self._kind is None:
+            raise self._refusal(f"exists: {_FORCE}")
+        if not own and found.st_size:
+            raise self._refusal(f"exists and is not {self._kind.name}: {_FORCE}")
+        if not found.st_mode & 0o222 or not os.access(self.path, os.W_OK):  # root may write to all
+            raise self._refusal(f"exists and is write-protected: {_FORCE}")
+
+    def _sync(self) -> None:
+        """All that was written is on the disk, with the owner and permissions of what it replaces."""
+        assert self._file is not None, "nothing was opened"
+        with self._reported():
+            os.fsync(self._file.fileno())
+            self._refuse_precious()  # time has passed
+            old = self._found()
+            if old and stat.S_ISREG(old.st_mode):
+                _inherit(self._file.fileno(), old)
+
+    def _publish(self) -> None:
+        """Take the path's place."""
+        assert self._file is not None
+        with self._reported():
+            if not self._temporaries:
+                name = _temporary_name(self.path)
+                # a descriptor of a folder, though not needed, makes it linkat, which follows the link
+                os.link(_unnamed(self._file.fileno()), name, src_dir_fd=self._folder, follow_symlinks=True)
+                self._temporaries.append(name)
+            os.replace(self._temporaries[0], self.path)
+        del self._temporaries[0]
+        with contextlib.suppress(OSError):  # not every system syncs a folder; the rename itself has happened
+            os.fsync(self._folder)
+
+
+def commit(*outputs: Output) -> None:
+    """Put files into place: all of them or, if one cannot be, none.
+
+    Raises
+    ------
+    RsvError
+        bad_argument, io_error.
+    """
+    undo: list[Callable[[], None]] = []
+    seconds: list[str] = []
+    try:
+        for output in outputs:
+            output._sync()
+        with _uninterrupted():
+            try:
+                for output in outputs:
+                    if output._found() is None:
+                        undo.append(partial(os.unlink, output.path))
+                    elif len(outputs) > 1 and (second := _second_name(output.path)):
+                        seconds.append(second)
+                        undo.append(partial(os.replace, second, output.path))
+                    output._publish()
+            except BaseException:
+                for step in reversed(undo):
+                    with contextlib.suppress(OSError):
+                        step()
+                raise
+            finally:
+                for second in seconds:
+                    with contextlib.suppress(OSError):  # where it has been put back
+                        os.unlink(second)
+    finally:
+        for output in outputs:
+            output.discard()
+
+
+def check(
+    path: StrPath, kind: Kind | None = None, *, inputs: Iterable[StrPath] = (), force: bool = False, nbytes: int = 0
+) -> None:
+    """Refuse before the work what `Output` would refuse after it: the path, its folder, too little room.
+
+    Parameters
+    ----------
+    path, kind, inputs, force
+        As `Output`.
+    nbytes : int
+        How long the file will be, at least.
+
+    Raises
+    ------
+    RsvError
+        bad_argument, io_error.
+    """
+    output = Output(path, kind, inputs=inputs, force=force)
+    output.open(nbytes)
+    output.discard()
+
+
+def write_all(file: FileIO, data: bytes | memoryview) -> None:
+    """Write bytes to an unbuffered file, which may take some at a time."""
+    rest = memoryview(data)
+    while rest.nbytes:
+        rest = rest[file.write(rest) :]
+
+
+@contextlib.contextmanager
+def folder(path: StrPath) -> Iterator[Path]:
+    """A folder, made if it is not there; what was made goes away again if the body fails.
+
+    Raises
+    ------
+    RsvError
+        io_error.
+    """
+    made: list[Path] = []
+    try:
+        try:
+            for part in [*reversed(Path(path).parents), Path(path)]:
+                if not part.is_dir():
+                    part.mkdir()
+                    made.append(part)
+        except OSError as e:
+            raise RsvError("io_error", os.fspath(path), e.strerror or str(e)) from e
+        yield Path(path)
+    except BaseException:
+        for part in reversed(made):
+            with contextlib.suppress(OSError):  # somebody else has put something there
+                part.rmdir()
+        raise
+
+
+def leftovers(path: StrPath) -> list[Path]:
+    """Temporary files, in the folder of a path, whose writers have not lived to remove them."""
+    with contextlib.suppress(OSError):
+        entries = Path(os.path.realpath(path)).parent.iterdir()
+        return sorted(x for x in entries if _TEMPORARY.fullmatch(x.name) and x.is_file() and not _is_locked(x))
+    return []
+
+
+def discard_all() -> None:
+    """Discard every output that is not committed, for a process that ends at once."""
+    for output in list(_unfinished):
+        output.discard()
+
+
+def _temporary_name(path: str) -> str:
+    parent, name = os.path.split(path)
+    short = os.fsencode(name)[:100].decode("utf-8", "ignore")  # of the 255 bytes that a name may have
+    return os.path.join(parent, f".{short}.{secrets.token_hex(6)}.tmp")
+
+
+def _second_name(path: str) -> str | None:
+    """A temporary hard link to what is at a path, if anything is, and if the file system has such."""
+    name = _temporary_name(path)
+    with contextlib.suppress(OSError):
+        os.link(path, name, follow_symlinks=False)
+        return name
+    return None
+
+
+def _unnamed(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _head(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(_HEAD_NBYTES)
+
+
+def _same(a: os.stat_result, b: os.stat_result | None) -> bool:
+    return b is not None and os.path.samestat(a, b)
+
+
+def _is_model(path: str, head: bytes, nbytes: int) -> bool:
+    """Whether a file holds weights, as far as its name and what it begins with tell."""
+    if not head:
+        return False
+    if head.startswith(b"GGUF"):
+        return b"imatrix" not in head
+    is_safetensors = head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= nbytes
+    return is_safetensors or os.path.splitext(path)[1].lower() in _MODEL_SUFFIXES
+
+
+def _is_stream(descriptor: int, found: os.stat_result) -> bool:
+    with contextlib.suppress(OSError):  # it is closed
+        return os.path.samestat(os.fstat(descriptor), found)
+    return False
+
+
+def _inherit(descriptor: int, old: os.stat_result) -> None:
+    """Take over owner and permissions; no other group may read what it could not read before."""
+    mode, new = stat.S_IMODE(old.st_mode) & 0o777, os.fstat(descriptor)
+    if (new.st_uid, new.st_gid) != (old.st_uid, old.st_gid):
+        try:
+            os.fchown(descriptor, old.st_uid, old.st_gid)
+        except OSError:
+            mode &= 0o707 | (mode & 0o007) << 3
+    with contextlib.suppress(OSError):  # not every file system knows permissions
+        os.fchmod(descriptor, mode)
+
+
+def _check_room(descriptor: int, nbytes: int) -> None:
+    found = os.fstatvfs(descriptor)
+    free = found.f_bavail * found.f_frsize
+    if free < nbytes and found.f_blocks:  # some file systems say nothing of themselves
+        raise OSError(None, f"{nbytes / 1e6:.1f} MB are needed, and {free / 1e6:.1f} MB are free there")
+
+
+def _lock(descriptor: int) -> None:
+    with contextlib.suppress(ImportError, OSError):  # some systems and file systems have no locks
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a temporary file's writer lives, or may live."""
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+    return True
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """While the body runs, which is a moment, the signals that would raise in it wait."""
+    before: dict[int, Any] = {}
+    came: list[int] = []
+
+    def wait(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number in (getattr(signal, name) for name in _STOPPING if hasattr(signal, name)):
+                if callable(signal.getsignal(number)):
+                    before[number] = signal.getsignal(number)
+                    signal.signal(number, wait)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
