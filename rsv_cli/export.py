@@ -126,11 +126,13 @@ def extract(
     """
     with session():
         import rsv_format
-        from rsv_format import outputs
+        from rsv_format import RsvError, outputs
 
         tell_leftovers(output / "any", quiet)
         with rsv_format.open(file, mmap=False) as opened, contextlib.ExitStack() as stack:
             chosen = [_attachment(opened, name) for name in dict.fromkeys(names or opened.attachments)]
+            if not chosen:
+                raise RsvError("missing_attachment", str(file), "nothing is attached")
             stack.enter_context(outputs.folder(output))
             files = [outputs.Output(output / item.name, inputs=[file], force=force) for item, _ in chosen]
             for item, _ in chosen[:1]:
