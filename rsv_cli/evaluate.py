@@ -11,7 +11,7 @@ from rich.table import Table
 
 from rsv_cli import describe, terminal
 from rsv_cli.options import Json, Quiet, RsvFile, Source
-from rsv_cli.session import mlx_module, session
+from rsv_cli.session import mlx_module, scratch, session
 
 if TYPE_CHECKING:
     from rsv_format import Evaluation, Summary
@@ -42,7 +42,7 @@ def evaluate(
 
     Example: [bold cyan]rsv evaluate ./Qwen2.5-0.5B qwen.rsv --text notes.txt[/bold cyan]
     """
-    with session(as_json):
+    with session(as_json), scratch():
         import rsv_format
         from rsv_cli.texts import read_text
 

@@ -70,7 +70,7 @@ def summarize(source: File | str | os.PathLike[str]) -> Summary:
         Whatever `open` raises.
     """
     if not isinstance(source, File):
-        with open(source) as file:
+        with open(source, mmap=False) as file:
             return summarize(file)
     by_kind = dict.fromkeys(KINDS, 0)
     for blob in source.blobs:

@@ -16,7 +16,7 @@ from mlx.nn.layers.quantized import quantize
 
 import rsv_format
 from rsv_format import RsvError
-from rsv_mlx.adopt import Loader, LoadReport, make_loader, parts_of
+from rsv_mlx.adopt import Loader, LoadReport, adoption_obstacle, make_loader, parts_of
 from rsv_mlx.binding import install, make_plan, share_inputs
 from rsv_mlx.codebook import Codebook
 from rsv_mlx.embedding import QuantizedEmbedding
@@ -133,7 +133,7 @@ def load_tokenizer(path: str | os.PathLike[str], *, tokenizer_config: Mapping[st
     RsvError
         What `rsv_format.open` raises; missing_attachment, unsupported_model; bad_argument; missing_dependency.
     """
-    with rsv_format.open(path) as file, _data(file) as folder:
+    with rsv_format.open(path, mmap=False) as file, _data(file) as folder:
         _require_vocabulary(file)
         return tokenizer(folder, config_of(folder), tokenizer_config)
 
@@ -294,7 +294,7 @@ class _Content:
 def _opened(path: str | os.PathLike[str], report: LoadReport) -> Iterator[rsv_format.File]:
     """The file, closed at the end unless layers are yet to be read from it."""
     with _timed(report, "open"):
-        file = rsv_format.open(path)
+        file = rsv_format.open(path, mmap=adoption_obstacle() is None)  # no map that nobody adopts
     report.nbytes = file.nbytes
     try:
         yield file

@@ -64,10 +64,14 @@ def data_folder(
 
 @contextlib.contextmanager
 def _folder(files: Mapping[str, bytes | memoryview]) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="rsv-") as folder:
-        for name, data in files.items():
-            Path(folder, name).write_bytes(data)
-        yield Path(folder)
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rsv-")))
+            for name, data in files.items():
+                (folder / name).write_bytes(data)
+        except OSError as e:
+            raise RsvError("io_error", "temporary folder", e.strerror or str(e)) from e
+        yield folder
 
 
 def _checked(name: str, data: bytes | memoryview) -> bytes | memoryview:

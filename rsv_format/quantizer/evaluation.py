@@ -121,7 +121,7 @@ def evaluate(
         with open_source(source) as opened:
             return evaluate(opened, file, text=text, tokens=tokens, window=window, progress=progress)
     if not isinstance(file, File):
-        with open_file(file) as read:
+        with open_file(file, mmap=False) as read:
             return evaluate(source, read, text=text, tokens=tokens, window=window, progress=progress)
     config = source.config or {}
     _check_family(config, window)
