@@ -70,7 +70,7 @@ def compare(
     with session(as_json):
         import rsv_format
 
-        with rsv_format.open(file, mmap=False) as opened, rsv_format.open_source(source) as model:
+        with rsv_format.open(file, mmap=False) as opened, rsv_format.open_source(source, tokenizer=False) as model:
             with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
                 rsv_format.verify(opened, progress=told)
             with terminal.progress("comparing", quiet=quiet) as told:

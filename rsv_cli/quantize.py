@@ -87,6 +87,11 @@ def quantize(
         typer.Option("--exclude", metavar="PATTERN", help="Keep these layers as they are. Repeatable; wins.",
                      show_default=False),
     ] = None,
+    no_tokenizer: Annotated[
+        bool,
+        typer.Option("--no-tokenizer", help="Leave the tokenizer and chat template out, as of a source whose tokenizer "
+                     "cannot be read."),
+    ] = False,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="One per core unless given.", show_default=False)
     ] = None,
@@ -124,6 +129,7 @@ def quantize(
                 importance=importance,
                 include=include or (),
                 exclude=exclude or (),
+                tokenizer=not no_tokenizer,
                 threads=threads,
                 progress=told,
             )

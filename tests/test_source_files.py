@@ -65,12 +65,12 @@ def test_a_change_while_it_is_quantized_is_an_error(tmp_path: Path, change: Call
 
 
 def test_a_changed_gguf_file_is_an_error(tmp_path: Path) -> None:
-    from test_sources import write_gguf
+    from gguf_models import write_model
 
-    path = write_gguf(tmp_path / "m.gguf")
+    path = write_model(tmp_path / "m.gguf")
     with open_source(path) as source:
         source.check_unchanged()
-        os.replace(write_gguf(tmp_path / "next.gguf"), path)
+        os.replace(write_model(tmp_path / "next.gguf"), path)
         with pytest.raises(RsvError, match="io_error at .*m.gguf"):
             source.check_unchanged()
 

@@ -74,6 +74,7 @@ def quantize(
     source: str | os.PathLike[str] | Source,
     out: str | os.PathLike[str],
     *,
+    tokenizer: bool = True,
     force: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -87,6 +88,8 @@ def quantize(
         What `open_source` takes, or gave.
     out : path
         Written whole or not at all; never in the place of what is read.
+    tokenizer : bool
+        False leaves it out, and opens what has one that cannot be read.
     force : bool
         Replace a file that is not RSV, or write-protected; but never a model in another format.
     threads : int, optional
@@ -107,7 +110,7 @@ def quantize(
     inputs = _paths(source, chosen.importance)
     check(out, RSV_FILE, inputs=inputs, force=force)
     given = _given_importance(chosen.importance)
-    with _opened(source) as opened:
+    with _opened(source, tokenizer) as opened:
         job = _Job(opened, chosen, given, threads, progress or _silent)
         check(out, RSV_FILE, inputs=inputs, force=force, nbytes=job.least_nbytes())
         job.measure()
@@ -128,11 +131,13 @@ def quantize_layers(
 ) -> Iterator[LayerData]:
     """The layers that `quantize` writes, one at a time, without a file; parameters and errors are the same.
 
+    A tokenizer is no part of them, and not looked at.
+
     Layers with one input come one after the other and share one Transform object.
     """
     chosen = QuantizeOptions(**options)
     given = _given_importance(chosen.importance)
-    with _opened(source) as opened:
+    with _opened(source, tokenizer=False) as opened:
         job = _Job(opened, chosen, given, threads, progress or _silent)
         job.measure()
         yield from job.quantized()
@@ -510,12 +515,12 @@ def _given_importance(importance: Importance) -> Mapping[str, Floats] | None:
 
 
 @contextlib.contextmanager
-def _opened(source: str | os.PathLike[str] | Source) -> Iterator[Source]:
+def _opened(source: str | os.PathLike[str] | Source, tokenizer: bool) -> Iterator[Source]:
     """A source of the caller's stays open."""
     if isinstance(source, Source):
-        yield stack_experts(source)
+        yield stack_experts(source if tokenizer else source.without_tokenizer())
     else:
-        with open_source(source) as opened:
+        with open_source(source, tokenizer=tokenizer) as opened:
             yield opened
 
 

@@ -1,9 +1,10 @@
 """Where weights come from.
 
 Modules, bottom up: base (what a source is), experts (stacks of them), mlx_affine (dense weights from MLX's
-packed ones), safetensors (files and folders), hub (downloads a folder), gguf_names, gguf_reader, gguf_config,
-gguf_tokenizer and gguf (llama.cpp's files), imatrix (llama.cpp's importance matrices).  A library is imported
-when a source of its kind is opened, never by importing this package.
+packed ones), safetensors (files and folders), hub (downloads a folder); gguf_header, gguf_reader, gguf_names,
+gguf_vocabulary, gguf_rope, gguf_config, gguf_tensors, gguf_tokenizer and gguf (llama.cpp's files); imatrix
+(llama.cpp's importance matrices).  A library is imported when a source of its kind is opened, never by importing
+this package.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from rsv_format.sources.base import Source, SourceTensor
 __all__ = ["Source", "SourceTensor", "open_source"]
 
 
-def open_source(spec: str | os.PathLike[str]) -> Source:
+def open_source(spec: str | os.PathLike[str], *, tokenizer: bool = True) -> Source:
     """Open a model for reading, tensor by tensor.
 
     Parameters
     ----------
     spec
-        A .safetensors file, a .gguf file, a Hugging Face or MLX-quantized folder, or, where no such path
-        exists, a hub repository "owner/name".
+        A .safetensors file, a GGUF file of any name (of a model that was split, any part), a Hugging Face or
+        MLX-quantized folder, or, where no such path exists, a hub repository "owner/name".
+    tokenizer
+        False leaves out all attachments but config.json and generation_config.json; a tokenizer that cannot be read
+        is no error then.
 
     Returns
     -------
@@ -38,19 +42,25 @@ def open_source(spec: str | os.PathLike[str]) -> Source:
         `io_error` when nothing can be read there, `source_unsupported` for a kind of file, tensor or model
         that this package does not know or whose library is missing, `source_invalid` for a malformed file.
     """
-    from rsv_format.sources import gguf, hub, safetensors
+    source = _open(Path(spec), str(spec), tokenizer)
+    return source if tokenizer else source.without_tokenizer()
 
-    path = Path(spec)
+
+def _open(path: Path, spec: str, tokenizer: bool) -> Source:
+    from rsv_format.sources import gguf, gguf_reader, hub, safetensors
+
     if not path.exists():
-        if not hub.is_repository(str(spec)):
-            raise RsvError("io_error", str(spec), "no such file or folder")
-        source = safetensors.open_folder(hub.download(str(spec)))
-        source.path = str(spec)
+        if not hub.is_repository(spec):
+            raise RsvError("io_error", spec, "no such file or folder")
+        source = _open(hub.download(spec), spec, tokenizer)
+        source.path = spec
         return source
     if path.is_dir():
+        if not any(path.glob("*.safetensors")) and (models := gguf_reader.gguf_models(path)):
+            raise RsvError("source_unsupported", spec, f"is a folder: give the GGUF file in it, {' or '.join(models)}")
         return safetensors.open_folder(path)
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         return safetensors.open_file(path)
-    if path.suffix == ".gguf":
-        return gguf.open_file(path)
-    raise RsvError("source_unsupported", str(path), "is neither a .safetensors nor a .gguf file, nor a model folder")
+    if path.suffix.lower() == ".gguf" or gguf_reader.is_gguf(path):
+        return gguf.open_file(path, tokenizer=tokenizer)
+    raise RsvError("source_unsupported", str(path), "is neither a safetensors nor a GGUF file, nor a model folder")

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +26,8 @@ from rsv_format.roles import Role, tensor_role
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
+
+_CONFIGS = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class SourceFile:
             self.close = weakref.finalize(self, os.close, descriptor)
             self._descriptor = descriptor
             self._opened = _identity(os.fstat(descriptor))
+            self.size = os.fstat(descriptor).st_size
 
     def read(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int, where: str) -> Array:
         """An array of the bytes from an offset on; `source_invalid` where the file ends before it does."""
@@ -105,6 +108,12 @@ class Source:
         """What a tensor is for."""
         tensor = self.tensors[name]
         return tensor_role(name, tensor.dtype, tensor.shape)
+
+    def without_tokenizer(self) -> Source:
+        """The same with no attachments but the config and the settings for generation."""
+        return replace(
+            self, attachments={name: self.attachments[name] for name in _CONFIGS if name in self.attachments}
+        )
 
     def check_unchanged(self) -> None:
         """Raise RsvError `io_error` if a file is no longer the one that was opened."""

@@ -5,6 +5,7 @@ Float tensors keep their dtype; quantized ones are dequantized by the gguf packa
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,108 +14,109 @@ import numpy as np
 
 from rsv_format.dtypes import to_float32
 from rsv_format.errors import RsvError
-from rsv_format.sources.base import (
-    Array,
-    Floats,
-    Source,
-    SourceFile,
-    SourceTensor,
-    from_float32,
-    json_attachment,
-    library,
-    reading,
+from rsv_format.sources.base import Array, Floats, Source, SourceTensor, from_float32, json_attachment
+from rsv_format.sources.gguf_config import (
+    Architecture,
+    architecture,
+    block_count,
+    build_config,
+    head_count,
+    kv_head_count,
 )
-from rsv_format.sources.gguf_config import Architecture, architecture, build_config, head_count
-from rsv_format.sources.gguf_names import hugging_face_name
-from rsv_format.sources.gguf_reader import Metadata, open_gguf
-from rsv_format.sources.gguf_tokenizer import tokenizer_attachments
+from rsv_format.sources.gguf_names import block_of, hugging_face_name
+from rsv_format.sources.gguf_reader import FLOAT_TYPES, Metadata, StoredTensor, dequantize, open_gguf
+from rsv_format.sources.gguf_rope import ROPE_FACTORS
+from rsv_format.sources.gguf_tensors import completed
+from rsv_format.sources.gguf_tokenizer import tokenizer_attachments, without_tokenizer
+from rsv_format.sources.gguf_vocabulary import Vocabulary, read_vocabulary
 
-ROPE_FACTORS = "rope_freqs.weight"
-_FLOAT_TYPES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 _TORCH_DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
-def open_file(path: Path) -> Source:
-    """Open a GGUF model.
+def open_file(path: Path, *, tokenizer: bool = True) -> Source:
+    """Open a GGUF model, all parts of it if it was split.
 
     Raises
     ------
     RsvError
-        `io_error`; `source_invalid` for a malformed file, and on reading a tensor with a value that float16
-        cannot hold; `source_unsupported` for an architecture, tensor, tensor type, rope scaling or tokenizer
-        that is not known, or without the gguf and tokenizers packages.
+        `io_error`; `source_invalid` for a malformed file, a tensor that is missing, and on reading a tensor with a
+        value that float16 cannot hold; `source_unsupported` for an architecture, tensor, tensor type, rope scaling
+        or, if a tokenizer is asked for, tokenizer that is not known; `missing_dependency` without the gguf and
+        tokenizers packages.
     """
-    file = SourceFile(path)
-    reader, metadata = open_gguf(path)
-    file.check_unchanged()  # what is mapped is what was opened
-    where = str(path)
+    opened = open_gguf(path)
+    metadata, where = opened.metadata, opened.metadata.where
     kind = architecture(metadata)
-    stored = {tensor.name: tensor for tensor in reader.tensors}
-    factors = stored.pop(ROPE_FACTORS, None)
-    _check_types(stored, where)
+    _check_types(opened.tensors.values())
+    blocks, extra = block_count(metadata)
+    factors: Floats | None = None
     tensors: dict[str, SourceTensor] = {}
-    for name, tensor in stored.items():
-        converted = _convert(tensor, kind, metadata)
-        if converted.name in tensors:
-            raise RsvError("source_invalid", f"{where}: {name}", f"is a second {converted.name}")
-        tensors[converted.name] = converted
+    for stored in opened.tensors.values():
+        block = block_of(stored.name)
+        if stored.name == ROPE_FACTORS:
+            factors = _dense(stored).reshape(-1)
+        elif block is None or not blocks <= block < blocks + extra:
+            converted = _convert(stored, kind, metadata)
+            if converted.name in tensors:
+                raise RsvError("source_invalid", stored.place, f"is a second {converted.name}")
+            tensors[converted.name] = converted
     embedding = tensors.get("model.embed_tokens.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise RsvError("source_invalid", f"{where}: token_embd.weight", "is missing or no matrix")
-    rope = None if factors is None else np.array(factors.data, dtype=np.float32).reshape(-1)
+    vocabulary = _vocabulary(metadata, embedding.shape[0], tokenizer)
     dtype = _TORCH_DTYPES[embedding.dtype]
-    config = build_config(metadata, kind, tensors.keys(), embedding.shape[0], dtype, rope)
-    attachments = {"config.json": json_attachment(config), **tokenizer_attachments(metadata)}
-    return Source("gguf", where, tensors, config, attachments, (file,))
+    config = build_config(metadata, kind, tensors.keys(), embedding.shape[0], dtype, factors, vocabulary)
+    tensors = completed(tensors, config, where)
+    attachments = {"config.json": json_attachment(config)}
+    if tokenizer and vocabulary is not None:
+        attachments |= tokenizer_attachments(metadata, vocabulary)
+    return Source("gguf", str(path), tensors, config, attachments, opened.files)
 
 
-def _check_types(stored: dict[str, Any], where: str) -> None:
-    """Dequantize one row of each type, to refuse an unknown one before any work is done."""
-    for kind, tensor in {tensor.tensor_type: tensor for tensor in stored.values()}.items():
-        place = f"{where}: {tensor.name}"
-        if kind.name not in _FLOAT_TYPES:
-            with reading(place):
-                _dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind, place)
+def _vocabulary(metadata: Metadata, rows: int, tokenizer: bool) -> Vocabulary | None:
+    """Without a tokenizer, the ids of a vocabulary are kept if it is sound."""
+    with without_tokenizer() if tokenizer else contextlib.suppress(RsvError):
+        vocabulary = read_vocabulary(metadata)
+        if vocabulary is not None and len(vocabulary.tokens) > rows:
+            detail = f"there are {len(vocabulary.tokens)} tokens, but {rows} rows in token_embd.weight"
+            raise RsvError("source_invalid", f"{metadata.where}: tokenizer.ggml.tokens", detail)
+        return vocabulary
+    return None
 
 
-def _dequantize(data: Array, kind: Any, place: str) -> Floats:
-    quants = library("gguf.quants", place)
-    with reading(place), np.errstate(all="ignore"):  # the quantizer refuses what is not finite by name
-        try:
-            values: Floats = quants.dequantize(data, kind)
-        except NotImplementedError as error:
-            raise RsvError("source_unsupported", place, f"{kind.name} tensors cannot be dequantized") from error
-    return values
+def _check_types(tensors: Any) -> None:
+    """Refuse a type that cannot be dequantized before any work is done."""
+    for kind, tensor in {tensor.kind: tensor for tensor in tensors}.items():
+        if kind.name not in FLOAT_TYPES:
+            dequantize(np.zeros((1, tensor.row_nbytes), np.uint8), kind, tensor.place)
 
 
-def _convert(tensor: Any, kind: Architecture, metadata: Metadata) -> SourceTensor:
-    place = f"{metadata.where}: {tensor.name}"
+def _dense(tensor: StoredTensor) -> Floats:
+    if tensor.kind.name in FLOAT_TYPES:
+        return to_float32(tensor.stored(), FLOAT_TYPES[tensor.kind.name][0])
+    return tensor.dequantized()
+
+
+def _convert(tensor: StoredTensor, kind: Architecture, metadata: Metadata) -> SourceTensor:
     name = hugging_face_name(tensor.name, kind.model_type)
     if name is None:
-        raise RsvError("source_unsupported", place, f"is not a tensor of {kind.model_type} models")
-    dtype = _FLOAT_TYPES.get(tensor.tensor_type.name, "f16")
-    shape = tuple(int(side) for side in reversed(tensor.shape))
+        raise RsvError("source_unsupported", tensor.place, f"is not a tensor of {kind.model_type} models")
+    quantized = tensor.kind.name not in FLOAT_TYPES
+    dtype = "f16" if quantized else FLOAT_TYPES[tensor.kind.name][0]
+    shape = tensor.shape
     if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
         shape = (1, *shape)  # llama.cpp drops the axis of the single output
-    restore = partial(_restore, name=name, kind=kind, heads=_heads(name, shape, kind, metadata, place))
+    restore = partial(_restore, name=name, kind=kind, heads=_heads(name, shape, kind, metadata, tensor.place))
 
     def stored() -> Array:
-        if tensor.tensor_type.name == "BF16":
-            bits: Array = np.ascontiguousarray(tensor.data).view("<u2")
-            return bits.reshape(shape)
-        return np.array(tensor.data).reshape(shape)
+        return restore(tensor.stored().reshape(shape))
 
-    if tensor.tensor_type.name not in _FLOAT_TYPES:
+    def float32() -> Floats:
+        return restore(_dense(tensor).reshape(shape))
 
-        def float32() -> Floats:
-            return restore(_dequantize(tensor.data, tensor.tensor_type, place).reshape(shape))
-    elif name.endswith("norm.weight") and kind.norm_offset:
-
-        def float32() -> Floats:
-            return restore(to_float32(stored(), dtype))
-    else:  # only the order of the rows changes
-        return SourceTensor(name, dtype, shape, lambda: restore(stored()), lambda: to_float32(restore(stored()), dtype))
-    return SourceTensor(name, dtype, shape, lambda: from_float32(float32(), dtype, place), float32)
+    if quantized or (name.endswith("norm.weight") and kind.norm_offset):
+        return SourceTensor(name, dtype, shape, lambda: from_float32(float32(), dtype, tensor.place), float32)
+    return SourceTensor(name, dtype, shape, stored, float32)  # only the order of the rows changes
 
 
 def _heads(name: str, shape: tuple[int, ...], kind: Architecture, metadata: Metadata, place: str) -> int:
@@ -122,11 +124,8 @@ def _heads(name: str, shape: tuple[int, ...], kind: Architecture, metadata: Meta
     *_, owner, _part = name.split(".")
     if not kind.interleaved_rope or owner not in ("q_proj", "k_proj"):
         return 0
-    key = "llama.attention.head_count"
-    if owner == "k_proj" and f"{key}_kv" in metadata.values:
-        key += "_kv"
-    heads = head_count(metadata, key)
-    if not shape or shape[0] % (2 * heads):
+    heads = head_count(metadata) if owner == "q_proj" else kv_head_count(metadata)
+    if shape[0] % (2 * heads):
         raise RsvError("source_invalid", place, f"{shape} does not divide into {heads} heads")
     return heads
 
@@ -144,6 +143,8 @@ def _restore(values: Array, *, name: str, kind: Architecture, heads: int) -> Arr
 
 def load_tensors(path: Path) -> dict[str, Floats]:
     """All tensors of a small GGUF file that is no model, such as an importance matrix, as float32."""
-    reader, _ = open_gguf(path)
-    with reading(str(path)):
-        return {tensor.name: _dequantize(tensor.data, tensor.tensor_type, tensor.name) for tensor in reader.tensors}
+    opened = open_gguf(path)
+    tensors = {name: _dense(tensor) for name, tensor in opened.tensors.items()}
+    for file in opened.files:
+        file.close()
+    return tensors

@@ -32,6 +32,7 @@ _BLOCK = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
+_SANDWICHED = ("gemma2", "gemma3_text")  # with a norm behind each part of a block, too
 _MIXTURE = ("mlp.gate", "mlp.switch_mlp.")
 _NAME = re.compile(r"(?:blk\.(?P<block>0|[1-9][0-9]{0,4})\.)?(?P<stem>[a-z0-9_]+)\.(?P<part>weight|bias)")
 _FULL_NAME = re.compile(r"model\.layers\.(?P<block>0|[1-9][0-9]{0,4})\.(?P<suffix>.+)\.(?P<part>weight|bias)")
@@ -50,7 +51,9 @@ def hugging_face_name(name: str, model_type: str = "") -> str | None:
     if stem not in _BLOCK:
         return None
     suffix = _BLOCK[stem]
-    if stem == "ffn_norm" and model_type in ("gemma2", "gemma3_text"):
+    if stem == "post_attention_norm" and model_type not in _SANDWICHED:
+        return None
+    if stem == "ffn_norm" and model_type in _SANDWICHED:
         suffix = "pre_feedforward_layernorm"
     if model_type == "mixtral":
         suffix = mixtral_suffix(suffix)
@@ -62,6 +65,20 @@ def mixtral_suffix(suffix: str) -> str:
     if suffix == _MIXTURE[0] or suffix.startswith(_MIXTURE[1]):
         return suffix.replace("mlp.", "block_sparse_moe.", 1)
     return suffix
+
+
+def gguf_name(name: str, model_type: str) -> str:
+    """The inverse of `hugging_face_name` for a name that it gives to models of a type."""
+    block = match["block"] if (match := _FULL_NAME.fullmatch(name)) else None
+    stems = [*_MODEL] if block is None else [f"blk.{block}.{stem}" for stem in _BLOCK]
+    names = (f"{stem}.{name.rpartition('.')[2]}" for stem in stems)
+    return next(other for other in names if hugging_face_name(other, model_type) == name)
+
+
+def block_of(name: str) -> int | None:
+    """The number in a GGUF name such as "blk.3.nextn.eh_proj.weight", known or not."""
+    match = re.match(r"blk\.([0-9]{1,9})\.", name)
+    return None if match is None else int(match[1])
 
 
 def llama_cpp_name(name: str) -> str | None:

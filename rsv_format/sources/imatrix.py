@@ -17,8 +17,9 @@ from rsv_format.errors import RsvError
 from rsv_format.outputs import Kind, Output
 from rsv_format.sources import gguf
 from rsv_format.sources.base import Array, Floats, library, reading
+from rsv_format.sources.gguf_header import MAGIC
 from rsv_format.sources.gguf_names import hugging_face_name, llama_cpp_name, mixtral_suffix
-from rsv_format.sources.gguf_reader import MAGIC, is_gguf
+from rsv_format.sources.gguf_reader import is_gguf
 
 _GATE_UP = "ffn_gate_up_exps"
 _SUMS, _COUNTS = ".in_sum2", ".counts"
