@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class Row:
     same_weights: float = 0.0  # against mlx-lm's of the file's weights
 
 
-def examine(name: str, layout: str, folder: Path) -> Row:
+def examine(name: str, layout: str, folder: Path, told: Callable[[Row], None] = lambda row: None) -> Row:
     """Take an architecture through it all.
 
     Parameters
@@ -49,6 +50,8 @@ def examine(name: str, layout: str, folder: Path) -> Row:
         mlx-lm's own, or that of `tiny_models.PUBLISHED`.
     folder : path
         Files are written into it.
+    told : callable, optional
+        Given a row that is right if the process ends before the next one.
     """
     import mlx.core as mx
     from mlx_lm.utils import load_model
@@ -60,6 +63,7 @@ def examine(name: str, layout: str, folder: Path) -> Row:
     from rsv_mlx.switch import is_switch
 
     row = Row(name, layout)
+    told(Row(name, layout, "not tried: mlx-lm's own ends the process"))
     tokens = mx.array([[3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26]])
 
     def logits(model: Any) -> mx.array:
@@ -76,8 +80,9 @@ def examine(name: str, layout: str, folder: Path) -> Row:
         wanted = logits(reference)
         mx.eval(wanted)
     except Exception as e:  # foreign code, which may raise anything
-        row.verdict = f"not tried: mlx-lm's own fails, {type(e).__name__}: {e}"
+        row.verdict = f"not tried: mlx-lm's own fails, {type(e).__name__}: {str(e).splitlines()[0]}"
         return row
+    told(Row(name, layout, "WRONG: ends the process"))
     switches = {path for path, module in reference.named_modules() if is_switch(module)}
     row.experts = len(switches)
     try:
@@ -146,16 +151,17 @@ def _apart(name: str, layout: str) -> Row:
 
     def work() -> None:
         with tempfile.TemporaryDirectory() as folder:
-            sender.send(examine(name, layout, Path(folder)))
+            sender.send(examine(name, layout, Path(folder), sender.send))
 
     receiver, sender = multiprocessing.Pipe(duplex=False)
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     process.join(_PATIENCE)
-    if receiver.poll():
-        return receiver.recv()
     process.kill()
-    return Row(name, layout, f"WRONG: exit {process.exitcode}")
+    row = Row(name, layout, "WRONG: does not start")
+    while receiver.poll():
+        row = receiver.recv()
+    return row
 
 
 if __name__ == "__main__":

@@ -430,11 +430,11 @@ def _each(*layouts: Layout) -> Layout:
 PUBLISHED: dict[str, Layout] = {
     **dict.fromkeys((
         "bailing_moe", "bailing_moe_linear", "deepseek", "deepseek_v2", "ernie4_5_moe", "exaone_moe", "glm4_moe",
-        "hunyuan", "laguna", "mellum", "mimo_v2_flash", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open",
+        "hunyuan", "kimi_vl", "laguna", "mellum", "mimo_v2_flash", "olmoe", "qwen2_moe", "qwen3_moe", "solar_open",
     ), _apart()),
     **dict.fromkeys((
         "bailing_hybrid", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_k25",
-        "kimi_vl", "longcat_flash", "longcat_flash_ngram",
+        "longcat_flash", "longcat_flash_ngram",
     ), _each(_apart(), _absorbed)),
     **dict.fromkeys(("minimax", "minimax_m3_vl", "mixtral", "phimoe"), _apart(parts=_W123)),
     **dict.fromkeys(("Klear", "afmoe", "dots1"), _apart("experts")),

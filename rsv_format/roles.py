@@ -39,7 +39,7 @@ _QUANTIZED = frozenset({Role.LINEAR, Role.STACK, Role.TABLE})
 # Small and sensitive: a few rows decide where every token goes. A part of the name, or its last part alone.
 _ROUTERS = frozenset({"gate", "router", "modality_router", "shared_expert_gate"})
 _LAST_ROUTERS = frozenset({"wg", "coefficient"})
-_COEFFICIENTS = frozenset({"correction_coefs", "prediction_coefs"})  # Gemma 3n's, which the model clips in place
+_COEFFICIENTS = ("_coefs", "_res_proj", "gate_projections")  # ends: what mixes streams, which models use their own way
 _POSITIONS = frozenset({"wpe", "relative_attention_bias"})
 _TABLES = frozenset({"wte", "lm_head", "embed_out"})
 _HEADS = frozenset({"output", "head", "ff_out"})  # outside of blocks, where these are linear layers
@@ -66,7 +66,7 @@ def layer_role(name: str) -> Role:
     own, in_block = (parts or [""])[-1], len(parts) < name.count(".") + 1
     if own in _LAST_ROUTERS or not _ROUTERS.isdisjoint(parts):
         return Role.ROUTER
-    if own in _COEFFICIENTS:
+    if own.endswith(_COEFFICIENTS):
         return Role.COEFFICIENTS
     if "norm" in own:
         return Role.NORM

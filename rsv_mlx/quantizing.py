@@ -52,7 +52,8 @@ def quantize_model(
     ----------
     model : Module
         With nn.Linear, mlx-lm's SwitchLinear, nn.Embedding, or MLX's quantized forms of them; other modules,
-        the routers of a mixture of experts, and layers that are packed already stay as they are.
+        the routers of a mixture of experts, and layers that are packed already stay as they are. What the model's
+        own `quant_predicate` leaves out stays too, and what it wants to have 8 bits has so many.
     bits, codebook, rotation, seed, threads
         As `rsv_format.quantize_matrix`.
     importance : mapping, "auto" or None
@@ -199,7 +200,12 @@ class _Job:
         kind, role = packed_kind(module), rsv_format.layer_role(path)
         if kind is None or isinstance(module, Packed) or not path or not role.is_quantized:
             return None
-        return self.table_bits if kind is QuantizedEmbedding or role is Role.TABLE else self.bits
+        bits = self.table_bits if kind is QuantizedEmbedding or role is Role.TABLE else self.bits
+        predicate = getattr(self.model, "quant_predicate", None)  # mlx-lm's: False, or the bits that a layer needs
+        wanted = True if predicate is None else predicate(path, module)
+        if bits is None or not wanted:
+            return None
+        return max(bits, wanted.get("bits", bits)) if isinstance(wanted, dict) else bits
 
     def _chosen(self, path: str) -> bool:
         def matches(patterns: Iterable[str]) -> bool:

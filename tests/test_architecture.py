@@ -103,7 +103,7 @@ LAYERS = [
 ]
 # within the quantizer, likewise
 QUANTIZER = [
-    {"options": set(), "matrix": set(), "importance": set(), "budget": set(), "decoder": set()},
+    {"options": set(), "matrix": set(), "importance": set(), "budget": set(), "decoder": set(), "predicates": set()},
     {"synthetic": set(), "evaluation": set()},
     {"conversion": set()},
 ]

@@ -76,6 +76,8 @@ def test_linear_layers(name: str) -> None:
         ("embeddings.token_type_embeddings.weight", "f32", (2, 8), Role.POSITIONS),
         (f"{BLOCK}.self_attn.relative_attention_bias.weight", "f32", (8, 8), Role.POSITIONS),
         (f"{BLOCK}.altup.prediction_coefs.weight", "f32", (16, 4), Role.COEFFICIENTS),
+        (f"{BLOCK}.mlp_res_proj.weight", "f32", (1, 64), Role.COEFFICIENTS),
+        ("model.gate_projections.1.weight", "f32", (4, 16), Role.COEFFICIENTS),
     ],
 )
 def test_tensors(name: str, dtype: str, shape: tuple[int, ...], role: Role) -> None:

@@ -33,6 +33,7 @@ from rsv_format.quantizer.budget import LEVELS, Demand, quantized_nbytes, spend,
 from rsv_format.quantizer.importance import norm_gains, plain_name, share_groups
 from rsv_format.quantizer.matrix import channel_scales, column_squares, group_transform, make_transform, quantize_matrix
 from rsv_format.quantizer.options import DEFAULT_BITS, IMPORTANCES, Importance, QuantizeOptions, table_bits
+from rsv_format.quantizer.predicates import least_bits
 from rsv_format.quantizer.synthetic import synthetic_importance
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
@@ -186,8 +187,8 @@ class _Job:
         names = sorted(name.removesuffix(".weight") for name in self.source.tensors if self.source.is_linear(name))
         tables = self._table_bits()
         self._refuse_idle_patterns([*names, *tables])
-        self.layer_bits = dict.fromkeys(filter(self._chosen, names), self.plain_bits)
-        self.fixed_bits = {name: bits for name, bits in tables.items() if self._chosen(name)}
+        self.layer_bits = self._sufficient(dict.fromkeys(names, self.plain_bits))
+        self.fixed_bits = self._sufficient(tables)
         self.layer_bits |= self.fixed_bits
         self.layers = sorted(self.layer_bits)
         if not self.layers:
@@ -334,6 +335,12 @@ class _Job:
         if self.options.embedding_bits is not None and not tables:
             raise RsvError("bad_argument", "embedding_bits", "the source has no embedding table")
         return dict.fromkeys(tables, bits)
+
+    def _sufficient(self, bits: Mapping[str, int]) -> dict[str, int]:
+        """Of these layers those that are to be quantized, with as many bits as they need; a budget decides itself."""
+        least = {name: least_bits(self.source.config, name) for name in filter(self._chosen, bits)}
+        budget = self.options.bits_per_weight is not None
+        return {name: bits[name] if budget else max(bits[name], x) for name, x in least.items() if x is not None}
 
     def _spent(self, bits_per_weight: float) -> dict[str, int]:
         """The bits of each layer that a budget buys; a pass over the source."""
