@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.options import Json, Quiet, RsvFile, Source
+from rsv_cli.options import USUAL_ORDER, Json, MaxOrder, Quiet, RsvFile, Source
 from rsv_cli.session import FAILED, session
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def compare(
     source: Source,
     file: RsvFile,
     layers: Annotated[bool, typer.Option("--layers", help="List every layer, not families.")] = False,
+    max_order: MaxOrder = USUAL_ORDER,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

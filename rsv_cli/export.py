@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rsv_cli import describe, terminal
 from rsv_cli.files import tell_leftovers
-from rsv_cli.options import Force, Quiet, RsvFile
+from rsv_cli.options import USUAL_ORDER, Force, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import session
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def export(
                      "all else as it was kept.", show_default=False),
     ] = None,
     force: Force = False,
+    max_order: MaxOrder = USUAL_ORDER,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Turn a file back into dense weights.
@@ -81,7 +82,7 @@ def export(
         from rsv_format.outputs import Output, check, write_all
 
         tell_leftovers(output, quiet)
-        with rsv_format.open(file, mmap=False) as opened:
+        with rsv_format.open(file, mmap=False, max_order=max_order) as opened:
             items = sorted(_items(opened, dtype), key=lambda item: (-_itemsize(item.dtype), item.name))
             header = _header(items)
             total = sum(item.nbytes for item in items)

@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from rsv_cli import terminal
-from rsv_cli.options import Quiet, RsvFile
+from rsv_cli.options import USUAL_ORDER, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import mlx_module, scratch, session
 
 
@@ -29,6 +29,7 @@ def generate(
         float, typer.Option("--template-seconds", min=0.1, help="Processor time that the file's chat template and "
                             "tokenizer may take for the prompt.")
     ] = 20.0,
+    max_order: MaxOrder = USUAL_ORDER,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Generate text with MLX.
@@ -41,7 +42,7 @@ def generate(
     Example: [bold cyan]rsv generate smol.rsv --prompt "Why is the sky blue?" --max-tokens 100[/bold cyan]
     """
     with session(), scratch():
-        _generate(file, _text(prompt), max_tokens, temp, seed, raw, template_seconds, quiet)
+        _generate(file, _text(prompt), max_tokens, temp, seed, raw, template_seconds, max_order, quiet)
 
 
 def _text(prompt: str) -> str:
@@ -56,7 +57,15 @@ def _text(prompt: str) -> str:
 
 
 def _generate(
-    file: Path, prompt: str, max_tokens: int, temp: float, seed: int, raw: bool, seconds: float, quiet: bool
+    file: Path,
+    prompt: str,
+    max_tokens: int,
+    temp: float,
+    seed: int,
+    raw: bool,
+    seconds: float,
+    max_order: int,
+    quiet: bool,
 ) -> None:
     from rsv_format import RsvError
 
@@ -67,7 +76,7 @@ def _generate(
             tokens = encoding.tokens()
         if not tokens:
             raise RsvError("bad_argument", "--prompt", "it has no tokens: there is nothing to continue")
-        model, tokenizer = mlx_module("rsv_mlx").load(file)
+        model, tokenizer = mlx_module("rsv_mlx").load(file, max_order=max_order)
     calibrate.check_tokens(model, tokens)
     core.random.seed(seed)
     sampler = samplers.make_sampler(temp=temp)

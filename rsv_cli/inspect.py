@@ -13,7 +13,7 @@ from rich.bar import Bar
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.options import Json, Quiet, RsvFile
+from rsv_cli.options import USUAL_ORDER, Json, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import FAILED, error_object, report, session
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def info(
 def verify(
     file: RsvFile,
     first: Annotated[bool, typer.Option("--first", help="Stop at the first fault.")] = False,
+    max_order: MaxOrder = USUAL_ORDER,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -85,7 +86,7 @@ def verify(
 
         started = time.perf_counter()
         with (
-            rsv_format.open(file, mmap=False) as opened,
+            rsv_format.open(file, mmap=False, max_order=max_order) as opened,
             terminal.progress("verifying", quiet=quiet, of_bytes=True) as told,
         ):
             faults = rsv_format.verify(opened, collect=not first, progress=told)  # raises the first

@@ -23,3 +23,9 @@ Force = Annotated[
 ]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary: errors only.")]
+USUAL_ORDER = 4096  # rsv_format.limits: not imported before a command runs
+MaxOrder = Annotated[
+    int,
+    typer.Option("--max-order", min=1, metavar="N", help="Of a rotation matrix that is derived from a seed or "
+                 "checked: several may take as long together as one of this order. 8192 takes 8 times as long."),
+]  # fmt: skip

@@ -6,7 +6,7 @@ Modules, bottom up:
 - outputs: what may be replaced, and how
 - layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
 - roles: what tensors are for, by their names
-- codebook: centroids;  rotation: transforms
+- codebook: centroids;  householder: the Q of a QR, in pieces;  rotation: transforms
 - header: JSON to structs;  validate: rules between entries, the walk over the blobs
 - payload: checks of values;  reader: open and view;  verify: check it all;  writer: stream into place
 - sources: where models come from;  quantizer: what makes content of them

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from types import TracebackType
 from typing import IO, Any, Generic, TypeVar
 
@@ -19,9 +20,17 @@ from numpy.typing import NDArray
 
 from rsv_format.dtypes import NUMPY_DTYPE, to_float32
 from rsv_format.errors import RsvError
-from rsv_format.header import AttachmentEntry, Header, LayerEntry, TensorEntry, parse_header
+from rsv_format.header import (
+    AttachmentEntry,
+    HaarEntry,
+    Header,
+    LayerEntry,
+    MatrixEntry,
+    TensorEntry,
+    parse_header,
+)
 from rsv_format.layout import LayerLayout, blobs_start, header_digest, layer_layout, parse_prologue
-from rsv_format.limits import PROLOGUE_NBYTES
+from rsv_format.limits import PROLOGUE_NBYTES, USUAL_ORDER
 from rsv_format.packing import unpack_padded, window_indices
 from rsv_format.rotation import Floats, Transform
 from rsv_format.validate import Blob, check_references, walk
@@ -31,7 +40,7 @@ _T = TypeVar("_T")
 _ROWS_NBYTES = 8 * 2**20  # float32 rows that matmul and dequantize hold at a time
 
 
-def open(source: Source, *, mmap: bool = True) -> File:
+def open(source: Source, *, mmap: bool = True, max_order: int | None = None) -> File:
     """Open an RSV file and check it from framing to extent; payload is left to `verify`.
 
     Parameters
@@ -41,6 +50,9 @@ def open(source: Source, *, mmap: bool = True) -> File:
     mmap : bool
         False reads each array when it is asked for, instead of mapping: for network file systems, and for files
         that may become shorter meanwhile, which is an error then and the end of the process where they are mapped.
+
+    max_order : int
+        Of a Haar factor that may be derived from its seed; several may take as long together as one of this order.
 
     Returns
     -------
@@ -68,7 +80,7 @@ def open(source: Source, *, mmap: bool = True) -> File:
         raise RsvError(
             "file_extent", "file_nbytes", f"the header describes {file_nbytes} bytes, not {prologue.file_nbytes}"
         )
-    return File(stored, header, blobs, prologue.header_nbytes)
+    return File(stored, header, blobs, prologue.header_nbytes, max_order)
 
 
 class _Memory:
@@ -183,12 +195,14 @@ class File:
         header: Header,
         blobs: list[Blob],
         header_nbytes: int,
+        max_order: int | None = None,
     ) -> None:
         self._open: _Memory | _Disk | None = stored
         self.header = header
         self.nbytes = stored.nbytes
         self.blobs = blobs
         self.header_nbytes = header_nbytes
+        self.max_order = USUAL_ORDER if max_order is None else max_order
         self._transforms: dict[int, Transform] = {}
 
     @property
@@ -260,10 +274,47 @@ class File:
         return self.view(self._blob("codebook", index).offset, "f32", (2 ** self.header.codebooks[index].window,))
 
     def transform(self, index: int) -> Transform:
-        """A transform of the table; the same object each time, so that what it derives is derived once."""
+        """A transform of the table; the same object each time, so that what it derives is derived once.
+
+        Raises
+        ------
+        RsvError
+            over_limit: to derive the file's Haar factors takes longer than `max_order` allows.
+        """
         if index not in self._transforms:
+            factor = self.header.transforms[index].factor
+            if isinstance(factor, HaarEntry):
+                self.check_order(self._derived, f"transforms/{index}")
             self._transforms[index] = self._transform(index)
         return self._transforms[index]
+
+    def check_order(self, cubes: float, where: str) -> None:
+        """Refuse work on factors, in cubes of orders, that takes longer than one of order `max_order`.
+
+        Raises
+        ------
+        RsvError
+            over_limit
+        """
+        if cubes > self.max_order**3:
+            detail = f"the file's factors take as long as one of order {ceil(cubes ** (1 / 3))}"
+            raise RsvError("over_limit", where, f"{detail}; max_order is {self.max_order}, and can be raised")
+
+    @cached_property
+    def _derived(self) -> int:
+        """Sum of the cubes of the orders of the Haar factors, equal ones once."""
+        orders = {
+            (entry.dim // entry.hadamard, entry.factor.seed)
+            for entry in self.header.transforms
+            if isinstance(entry.factor, HaarEntry)
+        }
+        return sum(m**3 for m, _ in orders)
+
+    @property
+    def factors_work(self) -> float:
+        """What `verify` does on factors, in cubes of orders: an identity to hold one against is 3/8 of deriving it."""
+        stored = (entry for entry in self.header.transforms if isinstance(entry.factor, MatrixEntry))
+        return self._derived + sum(0.375 * (entry.dim // entry.hadamard) ** 3 for entry in stored)
 
     def view(self, offset: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
         """A read-only array of bytes of the file: where they lie, if the file is mapped."""

@@ -5,6 +5,7 @@ Element j of a vector of dim = m * n lies at (j // n, j % n); F (order m) acts o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rsv_format.errors import RsvError
+from rsv_format.householder import positive_q
 from rsv_format.limits import HAAR_TOLERANCE, MAX_HAAR
 
 Floats = NDArray[np.floating[Any]]
@@ -70,14 +72,21 @@ class Transform:
         bits = np.unpackbits(self.signs, count=self.dim, bitorder="little")
         return (1 - 2 * bits.astype(np.int8)).astype(np.float32)
 
-    def factor_matrix(self) -> NDArray[np.float32]:
+    def factor_matrix(self, progress: Callable[[float], None] | None = None) -> NDArray[np.float32]:
         """F, float32 (m, m). A "haar" factor is derived from its seed and held against its witness.
+
+        Parameters
+        ----------
+        progress : callable(fraction), optional
+            Told how far that is.
 
         Raises
         ------
         RsvError
             haar_witness_mismatch. SPEC section 7.
         """
+        if self.factor == "haar" and self.seed is not None and "_factor_matrix" not in vars(self):
+            haar(self.m, self.seed, progress)  # which is kept
         return self._factor_matrix
 
     @cached_property
@@ -166,17 +175,29 @@ def hartley(m: int) -> NDArray[np.float32]:
     return np.asarray(row[(j[:, None] * j) % m])
 
 
-@lru_cache(maxsize=2)  # layers of one width use one seed
-def haar(m: int, seed: int) -> NDArray[np.float32]:
+def haar(m: int, seed: int, progress: Callable[[float], None] | None = None) -> NDArray[np.float32]:
     """The seeded Haar matrix of order m: Q of a Gaussian matrix's QR with positive diagonal of R.
 
     F. Mezzadri, "How to generate random matrices from the classical compact groups", Notices AMS 54 (2007).
+
+    Parameters
+    ----------
+    m, seed : int
+    progress : callable(fraction), optional
+        Told how much is done: an order of thousands takes minutes.
     """
     if m > MAX_HAAR:
         raise RsvError("bad_argument", "haar", f"order {m} is above {MAX_HAAR}")
-    q, r = np.linalg.qr(gaussian(m * m, seed).reshape(m, m))
-    q *= np.where(np.diagonal(r) < 0, -1.0, 1.0)
-    return np.asarray(q, np.float32)
+    found = _recent.get((m, seed))
+    if found is None:
+        found = np.asarray(positive_q(gaussian(m * m, seed).reshape(m, m), progress), np.float32)
+        while len(_recent) > 1:
+            _recent.pop(next(iter(_recent)), None)
+        _recent[m, seed] = found
+    return found
+
+
+_recent: dict[tuple[int, int], NDArray[np.float32]] = {}  # the last matrices: layers of one width use one seed
 
 
 def haar_witness(matrix: NDArray[np.float32]) -> NDArray[np.float32]:

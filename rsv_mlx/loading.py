@@ -51,6 +51,7 @@ def load(
     dtype: mx.Dtype | str | None = None,
     return_report: bool = False,
     tokenizer_config: Mapping[str, Any] | None = None,
+    max_order: int | None = None,
 ) -> Any:
     """Load a model and its tokenizer, as `mlx_lm.load` does, or graft a file onto a model.
 
@@ -76,6 +77,8 @@ def load(
         Return a `LoadReport` as the last item.
     tokenizer_config : mapping, optional
         As mlx-lm's, but for trust_remote_code: no code of a file is ever run.
+    max_order : int, optional
+        As `rsv_format.open`: Haar factors that take long to derive must be asked for.
 
     Returns
     -------
@@ -88,11 +91,20 @@ def load(
         unsupported_model; haar_witness_mismatch; bad_argument; missing_dependency.
     """
     if model is not None:
-        report = graft(model, path, strict=strict, zero_copy=zero_copy, lazy=lazy, materialize=materialize, dtype=dtype)
+        report = graft(
+            model,
+            path,
+            strict=strict,
+            zero_copy=zero_copy,
+            lazy=lazy,
+            materialize=materialize,
+            dtype=dtype,
+            max_order=max_order,
+        )
         return (model, report) if return_report else model
     report = LoadReport()
     result: tuple[Any, ...]
-    with _opened(path, report) as file, _data(file) as folder:
+    with _opened(path, report, max_order) as file, _data(file) as folder:
         _require_vocabulary(file)
         model, config = _skeleton(folder, file, report)
         _fill(file, model, strict, zero_copy, lazy, materialize, dtype, report, config)
@@ -110,6 +122,7 @@ def load_model(
     materialize: str = "packed",
     dtype: mx.Dtype | str | None = None,
     return_report: bool = False,
+    max_order: int | None = None,
 ) -> Any:
     """As `load`, without the tokenizer: for files that carry none, and for less time.
 
@@ -118,7 +131,7 @@ def load_model(
     model, or (model, report).
     """
     report = LoadReport()
-    with _opened(path, report) as file:
+    with _opened(path, report, max_order) as file:
         with _data(file, CONFIGS) as folder:
             model, config = _skeleton(folder, file, report)
         _fill(file, model, strict, zero_copy, lazy, materialize, dtype, report, config)
@@ -147,6 +160,7 @@ def graft(
     lazy: bool = False,
     materialize: str = "packed",
     dtype: mx.Dtype | str | None = None,
+    max_order: int | None = None,
 ) -> LoadReport:
     """Put what a file holds into a model, in place.
 
@@ -154,7 +168,7 @@ def graft(
     ----------
     model : Module
         Its linear, embedding and switch modules that are named in the file are replaced, other parameters set.
-    path, zero_copy, lazy, materialize, dtype
+    path, zero_copy, lazy, materialize, dtype, max_order
         As `load`.
     strict : bool
         False leaves what is not in the file alone, as for files that hold only some layers, and ignores what
@@ -167,7 +181,7 @@ def graft(
         wrong, before anything is changed; haar_witness_mismatch; bad_argument.
     """
     report = LoadReport()
-    with _opened(path, report) as file:
+    with _opened(path, report, max_order) as file:
         _fill(file, model, strict, zero_copy, lazy, materialize, dtype, report)
     return report
 
@@ -291,10 +305,10 @@ class _Content:
 
 
 @contextlib.contextmanager
-def _opened(path: str | os.PathLike[str], report: LoadReport) -> Iterator[rsv_format.File]:
+def _opened(path: str | os.PathLike[str], report: LoadReport, max_order: int | None) -> Iterator[rsv_format.File]:
     """The file, closed at the end unless layers are yet to be read from it."""
     with _timed(report, "open"):
-        file = rsv_format.open(path, mmap=adoption_obstacle() is None)  # no map that nobody adopts
+        file = rsv_format.open(path, mmap=adoption_obstacle() is None, max_order=max_order)  # no map that nobody adopts
     report.nbytes = file.nbytes
     try:
         yield file

@@ -514,7 +514,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "mlx.core": {"random": types.SimpleNamespace(seed=lambda n: None)},
         "mlx_lm": {"stream_generate": stream_generate},
         "mlx_lm.sample_utils": {"make_sampler": lambda temp: temp},
-        "rsv_mlx": {"load": lambda path: ("model", "tokenizer")},
+        "rsv_mlx": {"load": lambda path, max_order: ("model", "tokenizer")},
         "rsv_mlx.prompt": {"encoding": _encoding},
         "rsv_mlx.calibrate": {"check_tokens": lambda model, tokens: None},
         "rsv_mlx.untrusted": {"library": lambda code, where: contextlib.nullcontext()},
@@ -543,6 +543,26 @@ def test_generate_without_mlx(monkeypatch: pytest.MonkeyPatch, quantized: Path) 
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     result = failed(1, "generate", quantized, "--prompt", "Why?")
     assert result.stderr.startswith("error[missing_dependency] mlx.core: ") and "rsv-format[mlx]" in result.stderr
+
+
+def test_limits_of_the_command_line_are_the_librarys() -> None:
+    from rsv_cli.options import USUAL_ORDER
+    from rsv_format import limits
+
+    assert USUAL_ORDER == limits.USUAL_ORDER
+
+
+@pytest.mark.parametrize("command", ["verify", "compare", "export"])
+def test_rotations_that_take_long_must_be_asked_for(command: str, tmp_path: Path) -> None:
+    weight = np.random.default_rng(1).standard_normal((2, 70)).astype(np.float32)
+    save_file({"a.up_proj.weight": weight}, tmp_path / "m.safetensors")
+    rsv_format.quantize(tmp_path / "m.safetensors", tmp_path / "m.rsv", rotation="haar", importance="none")
+    arguments: list[object] = [tmp_path / "m.rsv"]
+    arguments = [tmp_path / "m.safetensors", *arguments] if command == "compare" else arguments
+    arguments += ["-o", tmp_path / "out.safetensors"] if command == "export" else []
+    said = failed(1, command, *arguments, "--max-order", 69).stderr
+    assert said.startswith("error[over_limit]") and "order 70" in said and said.count("\n") == 1
+    ok(command, *arguments, "--max-order", 70)
 
 
 # ---- doctor

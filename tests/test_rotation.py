@@ -11,6 +11,7 @@ from hypothesis import given
 from strategies import DIAGONALS, FACTORS, exact, exact_hadamard, exact_hartley, make_transform, transforms
 
 from rsv_format import RsvError, Transform
+from rsv_format.householder import positive_q
 from rsv_format.rotation import (
     gaussian,
     haar,
@@ -222,6 +223,31 @@ def test_haar_is_the_unique_factor(m: int) -> None:
     j = np.arange(m)
     wanted = q @ ((((5 * j + 1) % 8) - 3.5) / math.sqrt(5.25 * m))
     assert np.abs(haar_witness(haar(m, 77)) - wanted).max() < 1e-7
+
+
+@pytest.mark.parametrize("panel, piece", [(128, 2**22), (7, 40), (1, 1), (16, 2**22)])
+def test_q_in_pieces(panel: int, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Panels that fit, that do not, and of one column: LAPACK's own Q, with the work told from piece to piece."""
+    monkeypatch.setattr("rsv_format.householder._PANEL", panel)
+    monkeypatch.setattr("rsv_format.householder._PIECE", piece)
+    for m in (1, 2, 7, 48, 50):
+        a, told = np.random.default_rng(m).standard_normal((m, m)), list[float]()
+        q, r = np.linalg.qr(a)
+        made = a.copy()
+        assert positive_q(made, told.append) is made
+        assert np.abs(made - q * np.sign(np.diagonal(r))).max() < 1e-12
+        assert told == sorted(told) and (m <= panel or told[-1] == 1)
+
+
+def test_work_on_a_haar_factor_can_be_left() -> None:
+    def leave(fraction: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        haar(200, 5, leave)
+    told: list[float] = []
+    found = haar(200, 5, told.append)
+    assert told[-1] == 1 and haar(200, 5, leave) is found  # derived once
 
 
 def test_a_haar_factor_is_held_against_its_witness() -> None:

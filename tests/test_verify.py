@@ -240,9 +240,65 @@ def test_matrices(change: Callable[[np.ndarray], np.ndarray], codes: list[str]) 
     assert faults(matrix_file(change(ROTATION))) == [(code, "factor transforms/0") for code in codes]
 
 
+def factors_file(orders: list[tuple[int, int]], matrices: tuple[int, ...] = ()) -> bytes:
+    """Layers of one row behind factors, (order, seed) of derived ones and orders of stored ones; all values zero."""
+    factors: list[Tree] = [{"kind": "haar", "sha256": "", "seed": seed} for _, seed in orders]
+    factors += [{"kind": "matrix", "sha256": ""} for _ in matrices]
+    dims = [m for m, _ in orders] + list(matrices)
+    one = {"out_features": 1, "stack": 1, "codebook": 0, "bias": None}
+    tree = tree_of(
+        codebooks=[{"bits": 1, "window": 1}],
+        transforms=[
+            {"dim": m, "hadamard": 1, "diagonal": None, "factor": f} for m, f in zip(dims, factors, strict=True)
+        ],
+        layers=[{**one, "name": f"a{i}", "in_features": m, "transform": i} for i, m in enumerate(dims)],
+    )
+    stored = [bytes(4 * m) for m, _ in orders] + [bytes(4 * m * m) for m in matrices]
+    rows = [bytes(4 * -(-m // 32)).ljust(align(4 * -(-m // 32), 64), b"\0") + f4(1) for m in dims]
+    return assemble(tree, [f4(-1) + f4(1), *stored, *rows])
+
+
+def test_factors_that_take_long_are_not_begun() -> None:
+    """Equal ones count once; stored ones take 3/8."""
+    allowed = [([(10, 1)], ()), ([(10, 1)] * 9, ()), ([(5, i) for i in range(8)], ()), ([], (13,)), ([], (10, 11))]
+    refused = [
+        ([(11, 1)], ()),
+        ([(5, i) for i in range(9)], ()),
+        ([(10, 1), (2, 1)], ()),
+        ([], (14,)),
+        ([(9, 1)], (10,)),
+    ]
+    for orders, matrices in allowed:
+        with rsv_format.open(factors_file(orders, matrices), max_order=10) as file:
+            found = {fault.code for fault in rsv_format.verify(file, collect=True)}
+        assert found <= {"haar_witness_mismatch", "not_orthogonal"} and found
+    for orders, matrices in refused:
+        data = factors_file(orders, matrices)
+        with rsv_format.open(data, max_order=10) as file:
+            with pytest.raises(RsvError, match="over_limit at transforms: .*max_order is 10"):
+                rsv_format.verify(file, collect=True)
+            if orders and not matrices:
+                with pytest.raises(RsvError, match="over_limit at transforms/0: "):
+                    file.layers["a0"].dequantize()
+            elif not orders:
+                file.layers["a0"].dequantize()  # which takes no longer than to read it
+        with pytest.raises(RsvError, match="over_limit"):
+            rsv_format.verify(data, max_order=10)
+    assert rsv_format.verify(factors_file([(16, 1)], (13,)), collect=True, max_order=18)
+    with pytest.raises(RsvError, match="over_limit"):
+        rsv_format.verify(factors_file([(4097, 1)]))
+
+
+def test_long_work_on_factors_is_told() -> None:
+    told: list[tuple[int, int, str]] = []
+    rsv_format.verify(factors_file([(200, 9)], (20,)), collect=True, progress=lambda *news: told.append(news))
+    names = [name for _, _, name in told]
+    assert "transforms/0: rotation 100%" in names and "transforms/1: rotation 100%" in names
+
+
 def test_the_last_row_of_a_matrix_that_is_checked_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for chunk in (8, 8 * 7 * 3, 8 * 7 * 100):
-        monkeypatch.setattr("rsv_format.payload._CHUNK", chunk)
+    for block in (1, 7 * 3, 7 * 100):
+        monkeypatch.setattr("rsv_format.payload._BLOCK", block)
         for row in range(7):
             f = np.eye(7, dtype=np.float32)
             assert codes(factor_faults(Transform(7, factor="matrix", stored=f[::-1]), "x")) == []
