@@ -159,6 +159,9 @@ def _print_report(report: QuantizeReport) -> None:
     terminal.stdout().print(line, soft_wrap=True)
     if summary.share < _NEARLY_ALL:
         terminal.stdout().print(_kept(summary), soft_wrap=True)
+    if report.left_out:
+        names = terminal.plain(", ".join(report.left_out))
+        terminal.stdout().print(Text.assemble(("left out", "bold yellow"), f"  {names}"), soft_wrap=True)
 
 
 def _kept(summary: Summary) -> Text:

@@ -62,13 +62,17 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What `quantize` did: where the bytes went, how long it took, and how the importance was found."""
+    """What `quantize` did: where the bytes went, how long it took, and how the importance was found.
+
+    `left_out` are files beside the weights that may be of use and that cannot be attached, such as code.
+    """
 
     path: str
     seconds: float
     layers: int
     weighted_layers: int  # those with an importance
     summary: Summary
+    left_out: tuple[str, ...] = ()
 
 
 def quantize(
@@ -120,7 +124,8 @@ def quantize(
             if _repeats(file):
                 save(file, out)
                 summary = summarize(out)
-    return QuantizeReport(str(out), time.perf_counter() - started, len(job.layers), len(job.importance), summary)
+    seconds = time.perf_counter() - started
+    return QuantizeReport(str(out), seconds, len(job.layers), len(job.importance), summary, opened.left_out)
 
 
 def quantize_layers(
@@ -285,7 +290,7 @@ class _Job:
                 )
         kept = [self.source.tensors[name] for name in self._kept()]
         return Header(
-            tuple(CodebookEntry(bits, bits, NO_DIGEST) for bits in widths),
+            tuple(CodebookEntry(bits, NO_DIGEST) for bits in widths),
             tuple(transforms),
             tuple(layers),
             tuple(TensorEntry(tensor.name, tensor.dtype, tensor.shape, NO_DIGEST) for tensor in kept),

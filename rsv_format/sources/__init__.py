@@ -1,7 +1,9 @@
 """Where weights come from.
 
-Modules, bottom up: base (what a source is), experts (stacks of them), mlx_affine (dense weights from MLX's
-packed ones), safetensors (files and folders), hub (downloads a folder); gguf_header, gguf_reader, gguf_names,
+Modules, bottom up: base (what a source is), experts (stacks of them); shards (which files hold the weights), foreign
+(weights that something else has quantized), mlx_affine and scaled (dense weights from MLX's packed ones, from fp8 and
+mxfp4), settings (a config as mlx-lm reads it), completeness (nothing is missing), conv1d (GPT-2's layers), attachments
+(tokenizers' files), safetensors (files and folders); hub (downloads a folder); gguf_header, gguf_reader, gguf_names,
 gguf_vocabulary, gguf_rope, gguf_config, gguf_tensors, gguf_tokenizer and gguf (llama.cpp's files); imatrix
 (llama.cpp's importance matrices).  A library is imported when a source of its kind is opened, never by importing
 this package.

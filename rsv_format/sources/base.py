@@ -28,6 +28,7 @@ Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 
 _CONFIGS = ("config.json", "generation_config.json")
+_POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of what Git LFS leaves in a file's place
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class SourceFile:
             self._descriptor = descriptor
             self._opened = _identity(os.fstat(descriptor))
             self.size = os.fstat(descriptor).st_size
+            _refuse_pointer(os.pread(descriptor, len(_POINTER), 0), path)
 
     def read(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int, where: str) -> Array:
         """An array of the bytes from an offset on; `source_invalid` where the file ends before it does."""
@@ -91,7 +93,10 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
 
 @dataclass
 class Source:
-    """An opened model: tensors by Hugging Face name, the config, and attachments (media type, bytes)."""
+    """An opened model: tensors by Hugging Face name, the config, and attachments (media type, bytes).
+
+    `left_out` are the files beside the weights that a tokenizer may want and that cannot be attached.
+    """
 
     kind: str
     path: str
@@ -99,6 +104,7 @@ class Source:
     config: dict[str, Any] | None = None
     attachments: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     files: tuple[SourceFile, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def is_linear(self, name: str) -> bool:
         """Whether a tensor is the weight of a linear layer, (out, in), or expert stack, (n, out, in)."""
@@ -141,13 +147,18 @@ def dense_tensor(name: str, dtype: str, shape: tuple[int, ...], read: Callable[[
 
 
 def from_float32(values: Floats, dtype: str, where: str) -> Array:
-    """Float32 to a kept form f32, f16 or bf16, to nearest even; `source_invalid` where f16 overflows."""
-    if dtype == "bf16":
-        return to_bfloat16(values)
+    """Computed values in the form f32, f16 or bf16 that they are kept in, to nearest even.
+
+    What is not finite, or overflows in that form, is `source_invalid`.
+    """
+    if not np.isfinite(values).all():
+        raise RsvError("source_invalid", where, "a value is not finite once it is dequantized")
     with np.errstate(over="ignore"):
-        kept = values.astype(NUMPY_DTYPE[dtype])
-    if (np.isinf(kept) & np.isfinite(values)).any():
-        raise RsvError("source_invalid", where, "a value is beyond the range of float16, in which it would be kept")
+        kept = to_bfloat16(values) if dtype == "bf16" else values.astype(NUMPY_DTYPE[dtype])
+        if not np.isfinite(to_float32(kept, dtype)).all():
+            raise RsvError(
+                "source_invalid", where, f"a value is beyond the range of {dtype}, in which it would be kept"
+            )
     return kept
 
 
@@ -173,10 +184,24 @@ def reading(where: str) -> Iterator[None]:
         raise RsvError("source_invalid", where, f"{type(error).__name__}: {error}") from error
 
 
+def read_bytes(path: Path) -> bytes:
+    """All of a small file; `source_invalid` for a pointer of Git LFS in its place."""
+    with reading(str(path)):
+        data = path.read_bytes()
+    _refuse_pointer(data, path)
+    return data
+
+
+def _refuse_pointer(data: bytes, path: Path) -> None:
+    if data.startswith(_POINTER):
+        raise RsvError("source_invalid", str(path), "is a Git LFS pointer, not the file itself: run `git lfs pull`")
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; `source_invalid` when it is anything else."""
+    data = read_bytes(path)
     with reading(str(path)):
-        value = json.loads(path.read_bytes())
+        value = json.loads(data)
     if not isinstance(value, dict):
         raise RsvError("source_invalid", str(path), "is not a JSON object")
     return value

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 
 from rsv_format.errors import RsvError
+from rsv_format.sources.attachments import ATTACHED
 from rsv_format.sources.base import library
-from rsv_format.sources.safetensors import ATTACHMENTS, INDEX
 
+_FILES = (".gguf", ".safetensors", ".rsv", ".json", ".bin")  # repositories are not called so
 _REPOSITORY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
@@ -23,12 +24,17 @@ def download(spec: str) -> Path:
     Raises
     ------
     RsvError
-        `io_error` when the hub cannot be reached or has no such repository; `source_unsupported` when
-        huggingface_hub is not installed.
+        `io_error` when the hub cannot be reached or has no such repository, or the string looks like a path;
+        `missing_dependency` when huggingface_hub is not installed.
     """
+    owner, name = spec.split("/")
+    if Path(owner).exists() or name.lower().endswith(_FILES):
+        raise RsvError("io_error", spec, "no such file or folder")
     hub = library("huggingface_hub", spec)
-    patterns = ["*.safetensors", INDEX, "config.json", *ATTACHMENTS]
     try:
-        return Path(hub.snapshot_download(spec, allow_patterns=patterns))
+        patterns = ["*.safetensors", "*.json", *ATTACHED]
+        return Path(hub.snapshot_download(spec, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except Exception as error:  # the hub's own errors, and those of the HTTP client below it
-        raise RsvError("io_error", spec, f"could not be downloaded: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        detail = f"no such file or folder, nor could it be downloaded as a model of the Hugging Face hub: {reason}"
+        raise RsvError("io_error", spec, detail) from error

@@ -1,10 +1,14 @@
 """MLX affine-quantized weights, made dense in numpy: w = scale * code + bias per group of input channels.
 
-The packed words are those of RSV (SPEC section on packing): 32 codes are b little-endian uint32 words.
+The packed words are those of RSV (SPEC section on packing): 32 codes are b little-endian uint32 words.  Words and
+scales tell group_size * bits alone; the config tells both, for all layers and for some, and where it does not fit or
+leaves a layer out, the width of the layer's input does.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +17,17 @@ import numpy as np
 from rsv_format.errors import RsvError
 from rsv_format.packing import unpack
 from rsv_format.sources.base import Floats, SourceTensor, from_float32
+from rsv_format.sources.foreign import announced
+
+Tensors = Mapping[str, SourceTensor]
 
 GROUP_SIZES = (32, 64, 128)
 BITS = (2, 3, 4, 5, 6, 8)
-_CONFIG_KEYS = ("quantization", "quantization_config")
+_SMALL_FLOATS = {32 * 4: "mxfp4", 16 * 4: "nvfp4", 32 * 8: "mxfp8"}  # group_size * bits, where scales are bytes
+_FROM_HIDDEN = frozenset({"q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj", "gate"})
+_TABLES = frozenset({"embed_tokens", "lm_head"})
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm")
+_BLOCK = re.compile(r"(?:.+\.)?layers\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -25,54 +36,107 @@ class Grouping:
     bits: int
 
 
-def is_quantized(config: dict[str, Any], where: str) -> bool:
-    """Whether a config announces MLX quantization; any other announced kind is `source_unsupported`."""
-    announced = _announced(config)
-    if announced is None:
-        return False
-    if not isinstance(announced, dict):
-        raise RsvError("source_invalid", where, "config.json: quantization is not an object")
-    if "quant_method" in announced:
-        method = announced["quant_method"]
-        raise RsvError("source_unsupported", where, f"weights quantized by {method!r} cannot be read")
-    return True
+def is_quantized(tensors: Tensors) -> bool:
+    """Whether there are weights in MLX's packed words."""
+    return any(x.dtype == "u32" and _scales_of(name) in tensors for name, x in tensors.items())
 
 
-def stripped(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the dense model."""
-    return {key: value for key, value in config.items() if key not in _CONFIG_KEYS}
+def dequantized(tensors: Tensors, config: Mapping[str, Any], where: str) -> dict[str, SourceTensor]:
+    """Replace every weight, scales, biases triple by one dense tensor, kept in the dtype of its scales.
 
-
-def dequantized(tensors: dict[str, SourceTensor], config: dict[str, Any], where: str) -> dict[str, SourceTensor]:
-    """Replace every weight, scales, biases triple by one dense tensor, kept in the dtype of its scales."""
-    quantization = _announced(config)
-    assert quantization is not None
+    Raises
+    ------
+    RsvError
+        `source_unsupported` for MLX's modes with small floats; `source_invalid` where shapes and settings do not fit,
+        or more than one setting would.
+    """
+    settings = _settings(config, where)
     dense: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
-        if f"{layer}.scales" not in tensors or part not in ("weight", "scales", "biases"):
+        if part not in ("weight", "scales", "biases") or not _is_packed(layer, tensors):
             dense[name] = tensor
         elif part == "weight":
-            grouping = _grouping(quantization, layer, where)
-            dense[name] = _dense(tensor, tensors[f"{layer}.scales"], tensors.get(f"{layer}.biases"), grouping, where)
+            dense[name] = _dequantized(layer, tensors, settings, where)
     return dense
 
 
-def _announced(config: dict[str, Any]) -> Any:
-    return next((config[key] for key in _CONFIG_KEYS if config.get(key) is not None), None)
+def _is_packed(layer: str, tensors: Tensors) -> bool:
+    weight = tensors.get(f"{layer}.weight")
+    return weight is not None and weight.dtype == "u32" and f"{layer}.scales" in tensors
 
 
-def _grouping(quantization: dict[str, Any], layer: str, where: str) -> Grouping:
-    """The layer's own entry if it has one, else the model's."""
-    own = quantization.get(layer)
-    entry = {**quantization, **own} if isinstance(own, dict) else quantization
-    mode, group_size, bits = entry.get("mode", "affine"), entry.get("group_size", 64), entry.get("bits", 4)
+def _scales_of(name: str) -> str:
+    layer, _, part = name.rpartition(".")
+    return f"{layer}.scales" if part == "weight" else ""
+
+
+def _settings(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """What the config says of MLX's quantization, nothing if it does not."""
+    found = [entry for _, entry in announced(config)]
+    for entry in found:
+        if not isinstance(entry, Mapping):
+            raise RsvError("source_invalid", where, "config.json: quantization is not an object")
+    return next((entry for entry in found if "bits" in entry or "mode" in entry), {})
+
+
+def _dequantized(layer: str, tensors: Tensors, settings: Mapping[str, Any], where: str) -> SourceTensor:
+    weight, scales, biases = (tensors.get(f"{layer}.{part}") for part in ("weight", "scales", "biases"))
+    assert weight is not None and scales is not None
+    place, own = f"{where}: {layer}", settings.get(layer)
+    entry = {**settings, **own} if isinstance(own, Mapping) else settings
+    words, groups = (x.shape[-1] if x.shape else 0 for x in (weight, scales))
+    product, rest = divmod(32 * words, groups) if groups else (0, 0)  # group_size * bits
+    mode = entry.get("mode", "affine")
+    if mode == "affine" and scales.dtype == "u8":
+        mode = _SMALL_FLOATS.get(product, "with bytes for scales")
     if mode != "affine":
-        raise RsvError("source_unsupported", f"{where}: {layer}", f"MLX quantization mode {mode!r} cannot be read")
+        raise RsvError("source_unsupported", place, f"MLX quantization mode {mode!r} cannot be read")
+    declared = _declared(entry, place)
+    if not isinstance(own, Mapping) and product and not rest:
+        declared = _inferred(product, groups, _input_width(layer, tensors), declared)
+    if declared is None:
+        detail = f"words {weight.shape} and scales {scales.shape} fit more than one group_size and bits, or none"
+        raise RsvError("source_invalid", place, f"no config tells how it is quantized: {detail}")
+    return _dense(weight, scales, biases, declared, where)
+
+
+def _declared(entry: Mapping[str, Any], place: str) -> Grouping | None:
+    if not entry:
+        return None
+    group_size, bits = entry.get("group_size", 64), entry.get("bits", 4)
     if type(group_size) is not int or type(bits) is not int or group_size not in GROUP_SIZES or bits not in BITS:
         detail = f"group_size {group_size!r} with bits {bits!r} is no MLX affine quantization"
-        raise RsvError("source_invalid", f"{where}: {layer}", detail)
+        raise RsvError("source_invalid", place, detail)
     return Grouping(group_size, bits)
+
+
+def _inferred(product: int, groups: int, width: int | None, declared: Grouping | None) -> Grouping | None:
+    """For a layer without settings of its own: what fits its input's width, or is nearest to the model's settings."""
+    possible = [Grouping(size, product // size) for size in GROUP_SIZES if product % size == 0]
+    possible = [x for x in possible if x.bits in BITS]
+    fitting = [x for x in possible if x.group_size * groups == width]
+    if len(fitting) == 1:
+        return fitting[0]
+    if not possible or declared in possible:
+        return declared
+    alike = [x for x in possible if declared is not None and x.group_size == declared.group_size]
+    return next((some[0] for some in (alike, possible) if len(some) == 1), None)
+
+
+def _input_width(layer: str, tensors: Tensors) -> int | None:
+    """Input channels of a layer, where the tensors beside it tell: the norm before it, or the layers before it."""
+    parent, _, own = layer.rpartition(".")
+    if own == "down_proj":
+        before = (tensors.get(f"{parent}.{name}.weight") for name in ("up_proj", "gate_proj"))
+        return next((x.shape[-2] for x in before if x is not None and len(x.shape) > 1), None)
+    norms = []
+    if own in _TABLES:
+        norms = [name for name in tensors if name.endswith(f".layers.0.{_NORMS[0]}.weight")]
+    elif own in _FROM_HIDDEN and (block := _BLOCK.match(layer)) is not None:
+        norms = [f"{block[0]}.{norm}.weight" for norm in _NORMS if f"{block[0]}.{norm}.weight" in tensors]
+    widths = {tensors[name].shape for name in norms}
+    return widths.pop()[0] if len(widths) == 1 and len(next(iter(widths))) == 1 else None
 
 
 def _dense(
