@@ -39,7 +39,7 @@ def write_sparse(path: Path, layers: int) -> bytes:
     """A file with this many layers whose blobs are holes; its header."""
     names = (f"model.layers.{i // 7:05d}.mlp.proj_{i % 7}" for i in range(layers))
     header = Header(
-        (CodebookEntry(4, NO_DIGEST),),
+        (CodebookEntry(4, 4, NO_DIGEST),),
         (TransformEntry(896, 128, ValuesEntry(NO_DIGEST), None),) * layers,
         tuple(LayerEntry(name, 896, 64, 1, 0, i, None, NO_DIGEST) for i, name in enumerate(names)),
         (), (), {}, (), {},

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from builder import encode, framing, kernels, order, payload, reference, structure, text, valid
+from builder import encode, framing, kernels, order, payload, reference, structure, text, valid, windows
 from builder.cases import FLAGS, TOLERANCE, Cases, dump
 from builder.doc import sha256
 
@@ -65,7 +65,7 @@ def manifest(cases: Cases, tables: dict[str, Any]) -> bytes:
 def build() -> dict[str, bytes]:
     """Paths below conformance/ and their bytes."""
     cases = Cases()
-    for module in (valid, framing, text, structure, reference, payload, order, encode):
+    for module in (valid, windows, framing, text, structure, reference, payload, order, encode):
         module.all_cases(cases)
     tables = kernels.tables()
     files: dict[str, bytes] = {}

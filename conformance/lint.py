@@ -120,7 +120,7 @@ def segments(header: dict[str, Any]) -> list[tuple[str, int, int]]:
     """(pointer of the entry, or gap, start, stop) of all bytes from the first blob on, counted from there."""
     sizes: list[tuple[str, int]] = []
     for i, book in enumerate(header["codebooks"]):
-        sizes.append((f"/codebooks/{i}", 4 * 2 ** book["bits"]))
+        sizes.append((f"/codebooks/{i}", 4 * 2 ** book["window"]))
     for i, t in enumerate(header["transforms"]):
         m = t["dim"] // t["hadamard"]
         if t["diagonal"]:

@@ -39,6 +39,7 @@ def _use(file: rsv_format.File) -> list[str]:
 
 def _multiply(layer: rsv_format.Layer, codes: list[str]) -> None:
     assert layer.unpack().max(initial=0) < 2**layer.bits
+    assert layer.indices().max(initial=0) < 2**layer.window
     try:
         w = layer.dequantize()
         y = layer.matmul(np.ones((2, layer.in_features), np.float32))

@@ -136,7 +136,8 @@ SHAPES: dict[str, Shape] = {
     "closing brackets": lambda n: (b"]" * n, b""),
     "layers, legal": shape(
         lambda i, w: f'{{"name":{name(i, 0)},{LAYER}}}', "[*]", "layers",
-        blobs=lambda count: BOOK.ljust(64, b"\0") + bytes(128 * count - 60), codebooks=f'[{{"bits":1,{sha(BOOK)}}}]',
+        blobs=lambda count: BOOK.ljust(64, b"\0") + bytes(128 * count - 60),
+        codebooks=f'[{{"bits":1,"window":1,{sha(BOOK)}}}]',
     ),
     "tensors, legal": shape(lambda i, w: f'{{"name":{name(i, w)},{TENSOR}}}', "[*]", "tensors"),
     "tensors of rank 8, legal": shape(
@@ -145,7 +146,7 @@ SHAPES: dict[str, Shape] = {
     "attachments, legal": shape(
         lambda i, w: f'{{"name":{name(i, 0)},"media_type":"a/b","nbytes":0,{sha(b"")}}}', "[*]", "attachments"
     ),
-    "codebooks": shape(f'{{"bits":1,{sha(BOOK)}}}', "[*]", "codebooks"),
+    "codebooks": shape(f'{{"bits":1,"window":1,{sha(BOOK)}}}', "[*]", "codebooks"),
     "transforms": shape('{"dim":1,"hadamard":1,"diagonal":null,"factor":null}', "[*]", "transforms"),
     "a table of wrong items": shape(lambda i, w: str(10**14 + i), "[*]", "tensors"),
     "a table that is an object": shape(lambda i, w: f"{name(i, w)}:0", "{*}", "tensors"),

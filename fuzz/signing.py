@@ -74,8 +74,8 @@ def owned(tree: Any) -> Iterator[tuple[Blob, int | None]]:
 
 def _entries(tree: Any) -> Iterator[tuple[Members, int | None]]:
     for entry in _table(tree, "codebooks"):
-        bits = entry.get("bits")
-        yield entry, 4 * 2**bits if _is_size(bits) and bits < 16 else None
+        window = entry.get("window")
+        yield entry, 4 * 2**window if _is_size(window) and window <= 20 else None
     for entry in _table(tree, "transforms"):
         dim, n = entry.get("dim"), entry.get("hadamard")
         known = _is_size(dim) and _is_size(n) and n > 0

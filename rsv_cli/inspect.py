@@ -122,7 +122,7 @@ def _info_tree(path: Path, file: File, summary: Summary) -> dict[str, Any]:
         "kept": [asdict(family) for family in summary.kept],
         "by_kind": summary.by_kind,
         "codebooks": [
-            {"bits": entry.bits, "centroids": [float(c) for c in file.codebook(i)]}
+            {"bits": entry.bits, "window": entry.window, "centroids": [float(c) for c in file.codebook(i)]}
             for i, entry in enumerate(header.codebooks)
         ],
         "transforms": [
@@ -143,6 +143,7 @@ def _info_tree(path: Path, file: File, summary: Summary) -> dict[str, Any]:
                 "out_features": layer.out_features,
                 "stack": layer.stack,
                 "bits": layer.bits,
+                "window": layer.window,
                 "codebook": layer.codebook_id,
                 "transform": layer.transform_id,
                 "bias": layer.bias_dtype,
@@ -214,15 +215,16 @@ def _kinds(summary: Summary, wide: bool) -> Table:
 def _layers(file: File, every: bool, wide: bool) -> Table:
     from rsv_format.summary import family
 
-    groups: dict[tuple[str, str, int, str], list[LayerEntry]] = {}
+    groups: dict[tuple[str, str, str, str], list[LayerEntry]] = {}
     for entry in file.header.layers:
         name = entry.name if every else family(entry.name)
         transform = None if entry.transform is None else file.header.transforms[entry.transform]
         sides = (entry.out_features, entry.in_features)
+        codebook = file.header.codebooks[entry.codebook]
         key = (
             name,
             describe.shape(sides if entry.stack == 1 else (entry.stack, *sides)),
-            file.header.codebooks[entry.codebook].bits,
+            f"{codebook.bits}" if codebook.window == codebook.bits else f"{codebook.bits}, window {codebook.window}",
             describe.transform(transform),
         )
         groups.setdefault(key, []).append(entry)
@@ -234,7 +236,7 @@ def _layers(file: File, every: bool, wide: bool) -> Table:
             Text(terminal.plain(name)),
             f"×{len(entries)}" if len(entries) > 1 else "",
             shape,
-            str(bits),
+            bits,
             describe.size(nbytes),
             describe.percent(nbytes, file.nbytes),
             *([Text(kind, "dim")] if wide else []),

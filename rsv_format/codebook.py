@@ -47,7 +47,10 @@ def codebook(kind: str, bits: int) -> NDArray[np.float32]:
 
 
 def uniform_step(centroids: NDArray[np.float32]) -> float | None:
-    """The step of evenly spaced centroids, or None: c[i] == c[0] + i * step exactly, by equality."""
+    """The step of evenly spaced centroids, or None: c[i] == c[0] + i * step exactly, by equality.
+
+    Whether a codebook is uniform (RSV-521) also depends on its window, which must be the bits of a code.
+    """
     wide = centroids.astype(np.float64)
     step = wide[1] - wide[0]
     even = wide[0] + np.arange(wide.size) * step

@@ -25,6 +25,7 @@ from rsv_format.limits import (
     MAX_OUT_FEATURES,
     MAX_RANK,
     MAX_STACK,
+    MAX_WINDOW,
 )
 
 FEATURES: frozenset[str] = frozenset()  # the feature ids of "requires" that this reader knows
@@ -64,15 +65,11 @@ class _Tagged(_Entry, frozen=True, tag_field="kind"):
 
 
 class CodebookEntry(_Entry, frozen=True):
-    """2**bits float32 centroids."""
+    """2**window float32 centroids, for codes of so many bits."""
 
     bits: Annotated[int, Meta(ge=1, le=MAX_BITS)]
+    window: Annotated[int, Meta(ge=1, le=MAX_WINDOW)]  # bits of an index, at least those of a code: see header_of
     sha256: _Sha256
-
-    @property
-    def window(self) -> int:
-        """Bits of an index."""
-        return self.bits
 
 
 class SignsEntry(_Tagged, frozen=True, tag="signs"):
@@ -330,6 +327,9 @@ def header_of(tree: Any) -> Header:
             wrong = [name for name, value in tree["metadata"].items() if not isinstance(value, str)]
             where += "".join("/" + name[:100].replace("~", "~0").replace("/", "~1") for name in wrong[:1])
         raise RsvError("schema_violation", where or "/", what[: way.start() if way else None][:200]) from None
+    for i, codebook in enumerate(header.codebooks):
+        if codebook.window < codebook.bits:
+            raise RsvError("schema_violation", f"/codebooks/{i}/window", f"less than a code, {codebook.bits}")
     for i, transform in enumerate(header.transforms):
         if transform.hadamard & (transform.hadamard - 1):
             raise RsvError("schema_violation", f"/transforms/{i}/hadamard", "not a power of two")

@@ -9,6 +9,7 @@ FREE_JSON_VALUES = 4096  # bytes , [ { outside strings in a header of any length
 JSON_VALUE_NBYTES = 16  # of header for each further one: as dense as its own entries; bounds a parser to a few headers
 MAX_INTEGER = 2**53 - 1  # exact in IEEE binary64, hence in every JSON parser
 MAX_BITS = 8  # a code fits a byte
+MAX_WINDOW = 16  # bits of an index: 65536 centroids, 256 KiB, stay in a cache
 MAX_IN_FEATURES = 2**24  # j * k of the Hartley formula stays below 2^48: exact in binary64
 MAX_OUT_FEATURES = 2**31 - 1  # a row index fits a signed 32-bit integer
 MAX_STACK = 65535  # experts in one layer; models have hundreds

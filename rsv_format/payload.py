@@ -21,9 +21,11 @@ _BLOCK = 2**21  # elements of a factor in binary64 at a time; their product is d
 Faults = Iterator[RsvError]
 
 
-def codebook_faults(centroids: NDArray[np.float32], where: str) -> Faults:
-    """nonfinite_value, codebook_order."""
+def codebook_faults(centroids: NDArray[np.float32], bits: int, where: str) -> Faults:
+    """nonfinite_value; codebook_order of one whose indices are its codes."""
     yield from _finite(centroids, where)
+    if centroids.size > 2**bits:
+        return
     with np.errstate(invalid="ignore"):  # a signalling NaN
         increasing = bool((centroids[1:] > centroids[:-1]).all())
     if not increasing:

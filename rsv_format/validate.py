@@ -102,7 +102,7 @@ def walk(header: Header, header_nbytes: int) -> tuple[list[Blob], int]:
 def _sizes(header: Header) -> Iterator[tuple[str, int, str, int, str]]:
     """(kind, index, name, nbytes, sha256) of each blob."""
     for i, codebook in enumerate(header.codebooks):
-        yield "codebook", i, f"codebooks/{i}", 4 * 2**codebook.bits, codebook.sha256
+        yield "codebook", i, f"codebooks/{i}", 4 * 2**codebook.window, codebook.sha256
     for i, transform in enumerate(header.transforms):
         name = f"transforms/{i}"
         if transform.diagonal is not None:

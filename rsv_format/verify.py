@@ -105,7 +105,7 @@ def _codes(layer: Layer, where: str) -> Faults:
 def _content(file: File, blob: Blob, where: str, progress: Progress) -> Faults:
     """Tensors may hold anything (a mask holds infinities), attachments too."""
     if blob.kind == "codebook":
-        yield from codebook_faults(file.codebook(blob.index), where)
+        yield from codebook_faults(file.codebook(blob.index), file.header.codebooks[blob.index].bits, where)
     elif blob.kind == "diagonal":
         yield from diagonal_faults(file.transform(blob.index), where)
     elif blob.kind == "factor":

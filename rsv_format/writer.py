@@ -147,7 +147,7 @@ def write(
             )
         )
     header = Header(
-        tuple(CodebookEntry(user.bits, NO_DIGEST) for user in codebooks.items),
+        tuple(CodebookEntry(user.bits, user.window, NO_DIGEST) for user in codebooks.items),
         tuple(transform_entry(t) for t in transforms.items),
         tuple(entries),
         tuple(TensorEntry(name, x.dtype, x.array.shape, NO_DIGEST) for name, x in tensors.items()),
@@ -306,8 +306,9 @@ class Writer:
         """Write the centroids of the codebook at this position of the header that was given."""
         position = self._entry(self._codebooks, index)
         name = f"codebooks/{position}"
-        _fits(name, "codebook", centroids, "f32", (2 ** self._header.codebooks[position].window,))
-        _refuse(codebook_faults(centroids, name))
+        entry = self._header.codebooks[position]
+        _fits(name, "codebook", centroids, "f32", (2**entry.window,))
+        _refuse(codebook_faults(centroids, entry.bits, name))
         self._put(("codebook", name), [(0, _bytes(centroids, "f32"))])
 
     def transform(self, index: int, transform: Transform) -> None:

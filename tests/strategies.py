@@ -106,7 +106,7 @@ def split(file: bytes) -> tuple[Tree, list[bytes]]:
 
 
 def blob_sizes(tree: Tree) -> list[int]:
-    sizes = [4 * 2 ** c["bits"] for c in tree["codebooks"]]
+    sizes = [4 * 2 ** c["window"] for c in tree["codebooks"]]
     for t in tree["transforms"]:
         m = t["dim"] // t["hadamard"]
         if t["diagonal"]:
@@ -115,8 +115,8 @@ def blob_sizes(tree: Tree) -> list[int]:
             sizes.append(4 * m * m if t["factor"]["kind"] == "matrix" else 4 * m)
     for layer in tree["layers"]:
         rows = layer["stack"] * layer["out_features"]
-        indices = rows * -(-layer["in_features"] // 32) * tree["codebooks"][layer["codebook"]]["bits"] * 4
-        scales_end = align(indices, 64) + rows * 4
+        codes = rows * -(-layer["in_features"] // 32) * tree["codebooks"][layer["codebook"]]["bits"] * 4
+        scales_end = align(codes, 64) + rows * 4
         bias = layer["bias"]
         sizes.append(align(scales_end, 64) + rows * ITEMSIZE[bias] if bias else scales_end)
     sizes += [math.prod(t["shape"]) * ITEMSIZE[t["dtype"]] for t in tree["tensors"]]
@@ -346,7 +346,7 @@ def ones_and_all() -> tuple[Tree, list[bytes]]:
     bias = np.array([0.25, -1.0], "<f2").tobytes()
     layer = {"in_features": 6, "out_features": 2, "stack": 1, "codebook": 0, "sha256": ""}
     tree = tree_of(
-        codebooks=[{"bits": 2, "sha256": ""}],
+        codebooks=[{"bits": 2, "window": 2, "sha256": ""}],
         transforms=[
             {
                 "dim": 6, "hadamard": 2, "diagonal": {"kind": "signs", "sha256": ""},
@@ -389,9 +389,11 @@ NAMES = st.text(
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-def make_codebook(rng: np.random.Generator, bits: int) -> np.ndarray:
-    """Any strictly increasing float32, subnormal and huge ones too."""
+def make_codebook(rng: np.random.Generator, bits: int, window: int) -> np.ndarray:
+    """Any finite float32, subnormal and huge ones too; strictly increasing where indices are codes."""
     span = 10.0 ** rng.uniform(-44, 37)
+    if window > bits:
+        return (rng.standard_normal(2**window).clip(-9, 9) * span).astype(np.float32)
     while True:
         centroids = np.unique((rng.standard_normal(2**bits) * span).astype(np.float32))
         if centroids.size == 2**bits and np.isfinite(centroids).all():
@@ -445,7 +447,7 @@ def make_bias(rng: np.random.Generator, dtype: str | None, rows: int) -> np.ndar
 
 def make_layer(
     seed: int, name: str, bits: int, out_features: int, transform: Transform | int, *,
-    stack: int = 1, bias: str | None = None, centroids: np.ndarray | None = None,
+    stack: int = 1, bias: str | None = None, centroids: np.ndarray | None = None, window: int | None = None,
 ) -> LayerData:  # fmt: skip
     """`transform` is the layer's, or its in_features."""
     rng = np.random.default_rng(seed)
@@ -455,7 +457,7 @@ def make_layer(
     scales[rng.integers(rows)] = rng.choice([0.0, -0.0, 1.0])
     return LayerData(
         name, in_features, bits, rsv_format.pack(codes, bits), scales,
-        make_codebook(rng, bits) if centroids is None else centroids,
+        make_codebook(rng, bits, window or bits) if centroids is None else centroids,
         None if isinstance(transform, int) else transform, make_bias(rng, bias, rows), bias, stack,
     )  # fmt: skip
 
@@ -466,7 +468,10 @@ def layers(draw: st.DrawFn, name: str = "layer") -> LayerData:
     transform = draw(st.one_of(st.integers(1, 100), transforms()))
     stack = draw(st.sampled_from([1, 1, 1, 2, 3]))
     bias = draw(st.sampled_from([None, "f32", "f16", "bf16"]))
-    return make_layer(draw(SEEDS), name, bits, draw(st.integers(1, 9)), transform, stack=stack, bias=bias)
+    window = draw(st.sampled_from([bits, bits, bits + 1, max(bits, 8), 12, 16]))
+    return make_layer(
+        draw(SEEDS), name, bits, draw(st.integers(1, 9)), transform, stack=stack, bias=bias, window=window
+    )
 
 
 @st.composite

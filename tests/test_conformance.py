@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rsv_format import pack, rotation, unpack
-from rsv_format.packing import pack_unchecked
+from rsv_format.packing import pack_unchecked, window_indices
 
 ROOT = Path(__file__).resolve().parent.parent
 KIT = ROOT / "conformance"
@@ -129,6 +129,12 @@ def test_kernel_packing() -> None:
         assert np.array_equal(pack(codes, bits), row)
         assert np.array_equal(pack_unchecked(codes, bits), row)
         assert np.array_equal(unpack(row, bits, codes.shape[1]), codes)
+
+
+def test_kernel_windows() -> None:
+    for case in kernel("windows")["cases"]:
+        codes = np.array([case["codes"]], np.uint8)
+        assert window_indices(codes, case["bits"], case["window"]).tolist() == [case["indices"]]
 
 
 def test_kernel_hadamard_and_hartley() -> None:

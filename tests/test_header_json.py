@@ -258,7 +258,7 @@ def test_what_the_format_itself_needs_is_within_the_limit() -> None:
         assert len(entry) + 1 >= JSON_VALUE_NBYTES * (counted(entry) + 1)
     transforms = tuple(TransformEntry(dim, 1, None, HartleyEntry()) for dim in range(2, 20_002))
     layers = tuple(LayerEntry(f"{i:x}", t.dim, 1, 1, 0, i, None, NO_DIGEST) for i, t in enumerate(transforms))
-    parse_header(build_header(Header((CodebookEntry(1, NO_DIGEST),), transforms, layers, (), (), {}, (), {})))
+    parse_header(build_header(Header((CodebookEntry(1, 1, NO_DIGEST),), transforms, layers, (), (), {}, (), {})))
 
 
 LETTERS = b'[]{},:"\\u0d8- a1e.\xc3'
@@ -542,7 +542,7 @@ def names(pattern: bytes) -> bytes:
         dense('"\U0001f600",'.encode()), dense(b"-99,"), dense(b"9007199254740992,"), dense(b"1.5,"),
         names(b'"%010x":0'), names('"%06x\U0001f600":0'.encode()), names(b'"%08x":""'),
         inside(b"{" + b'"k":0,' * (N // 16) + b'"k":0}').ljust(N),
-        compact(tree_of(codebooks=[{"bits": 0, "sha256": "0" * 64}] * (N // 87))),
+        compact(tree_of(codebooks=[{"bits": 0, "window": 0, "sha256": "0" * 64}] * (N // 87))),
         compact(tree_of(tensors="a" * N + "\U0001f600")),
     ],
     ids=lambda text: repr(text[:12] + text[len(EMPTY) - 2 : len(EMPTY) + 20])[:40],

@@ -30,6 +30,7 @@ from strategies import (
 
 import rsv_format
 from rsv_format import LayerData, RsvError, Transform
+from rsv_format.packing import window_indices
 
 FILE = small_file()
 
@@ -56,7 +57,12 @@ def check_layer(layer: rsv_format.Layer, data: LayerData) -> None:
     assert same_bits(layer.codes, data.codes) and same_bits(layer.scales, data.scales)
     assert same_bits(layer.codebook, data.codebook) and same_bits(layer.bias, data.bias)
     assert same_transform(layer.transform, data.transform)
-    assert same_bits(layer.unpack(), rsv_format.unpack(data.codes, data.bits, data.in_features))
+    unpacked = rsv_format.unpack(data.codes, data.bits, data.in_features)
+    assert same_bits(layer.unpack(), unpacked)
+    indices = window_indices(unpacked, data.bits, data.window)
+    assert same_bits(layer.indices(), indices) and layer.window == data.window
+    with np.errstate(over="ignore"):
+        assert same_bits(layer.dequantize_rotated(), data.codebook[indices] * data.scales[:, None])
 
 
 def check(path: Path, content: dict[str, Any]) -> None:

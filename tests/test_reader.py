@@ -225,7 +225,7 @@ def attachment(name: str, nbytes: int = 0) -> Tree:
     return {"name": name, "media_type": "a/b", "nbytes": nbytes, "sha256": DIGEST}
 
 
-BOOK = {"bits": 1, "sha256": DIGEST}
+BOOK = {"bits": 1, "window": 1, "sha256": DIGEST}
 HAAR = {"kind": "haar", "seed": 0, "sha256": DIGEST}
 MATRIX = {"kind": "matrix", "sha256": DIGEST}
 
@@ -293,7 +293,7 @@ HUGE = 2**53 - 1
         {"attachments": [attachment("a", HUGE)]},
         {"attachments": [attachment(f"a{i}", HUGE) for i in range(2**11 + 1)]},  # the sum wraps to little
         {
-            "codebooks": [{"bits": 8, "sha256": DIGEST}],
+            "codebooks": [{"bits": 8, "window": 8, "sha256": DIGEST}],
             "layers": [layer(in_features=2**24, out_features=2**31 - 1, stack=65535)],
         },
         {
@@ -366,7 +366,9 @@ def test_generated_headers(data: st.DataObject) -> None:
     small = st.integers(0, 3)
     sizes = st.one_of(st.integers(1, 70), st.sampled_from([2**24, 255, 256]))
     kinds = st.sampled_from([None, {"kind": "hartley"}, MATRIX, HAAR])
-    books = data.draw(st.lists(st.integers(1, 8).map(lambda bits: {"bits": bits, "sha256": DIGEST}), max_size=2))
+    books = data.draw(
+        st.lists(st.integers(1, 8).map(lambda bits: {"bits": bits, "window": bits, "sha256": DIGEST}), max_size=2)
+    )
     diagonals = st.sampled_from([None, {"kind": "signs", "sha256": DIGEST}, {"kind": "values", "sha256": DIGEST}])
     dims = st.sampled_from([1, 2, 4, 6, 8, 96])
     changed = st.builds(transform, dims, st.sampled_from([1, 2, 4]), diagonals, kinds)
@@ -677,8 +679,13 @@ def opened(data: rsv_format.LayerData, path: Path) -> rsv_format.Layer:
 
 
 def rotated_exactly(layer: rsv_format.Layer) -> np.ndarray:
-    """RSV-720, element by element."""
-    codes = rsv_format.unpack(np.array(layer.codes), layer.bits, layer.in_features)
+    """RSV-512 and RSV-720, element by element."""
+    n = layer.in_features * layer.bits
+    streams = np.unpackbits(np.array(layer.codes).view(np.uint8), axis=1, bitorder="little")
+    codes = [
+        [sum(int(row[(j * layer.bits + i) % n]) << i for i in range(layer.window)) for j in range(layer.in_features)]
+        for row in streams
+    ]
     return np.array(
         [[np.float32(s) * layer.codebook[c] for c in row] for s, row in zip(layer.scales, codes, strict=True)],
         np.float32,
@@ -799,7 +806,7 @@ print(peak() - before)
 
 def test_hostile_files_cost_little_memory(tmp_path: Path) -> None:
     """Of the whole process: the schema validator allocates outside of Python."""
-    text = compact(tree_of(codebooks=[{"bits": 0, "sha256": "x" * 64}] * 10**5))
+    text = compact(tree_of(codebooks=[{"bits": 0, "window": 0, "sha256": "x" * 64}] * 10**5))
     objects = json.loads(b'{"":' * 28 + b"0" + b"}" * 28)
     dense = {"x": [objects] * (len(text) // 16 // 29), "y": "a" * (len(text) * 11 // 16)}  # about what RSV-203 allows
     hostile = {

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import rsv_format
-from rsv_format import RsvError, errors, header, layout, limits
+from rsv_format import RsvError, errors, header, layout, limits, packing
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = (ROOT / "SPEC.md").read_text("utf-8")
@@ -246,6 +246,7 @@ def test_schema_enums_and_ranges_are_those_of_the_code() -> None:
         SCHEMA["$defs"][name]["properties"] for name in ("codebook", "transform", "layer", "tensor", "attachment")
     )
     assert codebook["bits"]["maximum"] == limits.MAX_BITS
+    assert codebook["window"]["maximum"] == limits.MAX_WINDOW
     assert transform["dim"]["maximum"] == layer["in_features"]["maximum"] == limits.MAX_IN_FEATURES
     assert transform["hadamard"]["enum"] == [2**k for k in range(limits.MAX_IN_FEATURES.bit_length())]
     seed = transform["factor"]["oneOf"][3]["properties"]["seed"]["maximum"]
@@ -287,7 +288,8 @@ def test_names(tiny: bytes, kind: str, good: list[Any], bad: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("pointer", "good", "bad"),
     [
-        ("codebooks/0/bits", [1, 8], [0, 9, True, "4", None, 2**53]),
+        ("codebooks/0/bits", [1, 2], [0, 3, 9, True, "4", None, 2**53]),
+        ("codebooks/0/window", [2, 3, 8, 16], [0, 1, 17, True, "4", None, 2**53]),
         ("codebooks/0/sha256", ["0" * 64], ["0" * 63, "0" * 65, "0" * 63 + "\n", "0" * 64 + "\n", "A" * 64, "g" * 64]),
         ("transforms/0/dim", [1, 2**24], [0, -1, 2**24 + 1, False]),
         ("transforms/0/hadamard", [1, 2, 2**24], [0, 3, 6, 2**25, True, "1"]),
@@ -395,6 +397,10 @@ def test_packing_is_that_of_the_code(examples: dict[str, Any]) -> None:
             words = [examples["pack_row"](row, bits) for row in codes.tolist()]
             assert rsv_format.pack(codes, bits).tolist() == words
             assert [examples["unpack_row"](row, bits, columns) for row in words] == codes.tolist()
+            for window in {bits, min(bits + 1, 16), 8, 11, 16}:
+                got = packing.window_indices(codes, bits, window).tolist()
+                assert got == [examples["indices"](row, bits, window, columns) for row in words]
+                assert got == [examples["windows"](row, bits, window) for row in codes.tolist()]
 
 
 @pytest.mark.skipif(shutil.which("file") is None, reason="needs file(1)")

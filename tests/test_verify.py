@@ -200,7 +200,7 @@ def test_a_bad_frame_is_raised_even_when_collecting() -> None:
 def with_factor(kind: str, m: int, data: bytes, **members: Any) -> bytes:
     """A file with one layer behind a factor."""
     tree: Tree = tree_of(
-        codebooks=[{"bits": 1}],
+        codebooks=[{"bits": 1, "window": 1}],
         transforms=[{"dim": m, "hadamard": 1, "diagonal": None, "factor": {"kind": kind, "sha256": "", **members}}],
         layers=[
             {"name": "a", "in_features": m, "out_features": 1, "stack": 1, "codebook": 0, "transform": 0, "bias": None}
@@ -377,11 +377,18 @@ def test_messages_say_where() -> None:
     for found in (
         floats_faults(values, "x"),
         diagonal_faults(Transform(4, values=values), "x"),
-        codebook_faults(values, "x"),
+        codebook_faults(values, 2, "x"),
     ):
         fault = next(found)
         assert (fault.code, fault.where, fault.detail) == ("nonfinite_value", "x", "element 2 is nan")
     assert codes(floats_faults(None, "x")) == [] and codes(factor_faults(Transform(4), "x")) == []
+
+
+def test_only_centroids_that_codes_select_directly_must_be_in_order() -> None:
+    falling = np.array([3, 2, 2, 1], np.float32)
+    assert codes(codebook_faults(falling, 2, "x")) == ["codebook_order"]
+    assert codes(codebook_faults(falling, 1, "x")) == []
+    assert codes(codebook_faults(np.array([3, 2, np.inf, 1], np.float32), 1, "x")) == ["nonfinite_value"]
 
 
 # --- sources and progress ---------------------------------------------------------------------------------------------

@@ -216,6 +216,18 @@ def one(**changes: Any) -> dict[str, Any]:
     return {"layers": [replace(make_layer(1, "a", 3, 2, t, bias="f32"), **changes)]}
 
 
+def test_equal_centroids_for_other_bits_are_another_codebook(tmp_path: Path) -> None:
+    layers = [make_layer(1, name, bits, 2, 6, window=3) for name, bits in (("a", 1), ("b", 2), ("c", 2))]
+    layers = [replace(x, codebook=layers[0].codebook) for x in layers]
+    data = written(tmp_path / "a", {"layers": layers})
+    with rsv_format.open(data) as file:
+        assert [(x.bits, x.window) for x in file.header.codebooks] == [(1, 3), (2, 3)]
+        for layer in layers:
+            check = file.layers[layer.name]
+            assert (check.bits, check.window) == (layer.bits, 3)
+            assert np.array_equal(check.codes, layer.codes)
+
+
 CODES = np.zeros((2, 6), np.uint8)
 CENTROIDS = np.arange(8, dtype=np.float32)
 BAD_PADDING = rsv_format.pack(np.full((2, 7), 1, np.uint8), 3)
@@ -231,7 +243,7 @@ INF = np.float32(np.inf)
         {"stack": 3}, {"stack": 0}, {"stack": -1}, {"scales": np.ones(0, np.float32)},
         {"bias": np.zeros(3, np.float32)}, {"bias": np.zeros(2, np.float16)}, {"bias": None}, {"bias_dtype": None},
         {"bias_dtype": "bf16"}, {"codebook": CENTROIDS[:5]}, {"codebook": CENTROIDS[:4]},
-        {"codebook": np.arange(16, dtype=np.float32)},
+        {"codebook": np.arange(12, dtype=np.float32)}, {"codebook": np.arange(2**17, dtype=np.float32)},
         {"codebook": CENTROIDS[:1]}, {"in_features": 33, "transform": None},
         {"transform": replace(make_transform(1, 3, 2, None, "matrix"), stored=None)},
         {"transform": replace(make_transform(1, 3, 2, "values"), values=np.ones(5, np.float32))},
@@ -350,7 +362,7 @@ def test_the_limit_is_that_of_the_header_as_written(tmp_path: Path) -> None:
     """In canonical order positions have fewer digits: the header is shorter, and may hold less."""
     layers = [LayerEntry(f"{i:03}", 1, 1, 1, 10, None, None, NO_DIGEST) for i in range(100)]
     layers += [LayerEntry(f"b{i}", 1, 1, 1, i, None, None, NO_DIGEST) for i in range(10)]
-    header = Header((CodebookEntry(1, NO_DIGEST),) * 11, (), tuple(layers), (), (), {}, (), {"x": [0]})
+    header = Header((CodebookEntry(1, 1, NO_DIGEST),) * 11, (), tuple(layers), (), (), {}, (), {"x": [0]})
     header = changed(header, extensions={"x": [0] * (1 + zeros(header))})
     parse_header(build_header(header))
     with pytest.raises(RsvError) as e:
@@ -359,7 +371,7 @@ def test_the_limit_is_that_of_the_header_as_written(tmp_path: Path) -> None:
 
 
 HEADER = Header(
-    (CodebookEntry(1, NO_DIGEST),), (), (LayerEntry("a", 4, 1, 1, 0, None, None, NO_DIGEST),),
+    (CodebookEntry(1, 1, NO_DIGEST),), (), (LayerEntry("a", 4, 1, 1, 0, None, None, NO_DIGEST),),
     (TensorEntry("n", "u8", (2,), NO_DIGEST),), (), {}, (), {},
 )  # fmt: skip
 
@@ -410,7 +422,7 @@ def test_a_header_in_any_order_is_written_canonically(tmp_path: Path) -> None:
         for i, x in enumerate(layers)
     ]  # fmt: skip
     header = Header(
-        tuple(CodebookEntry(x.bits, NO_DIGEST) for x in layers),
+        tuple(CodebookEntry(x.bits, x.window, NO_DIGEST) for x in layers),
         tuple(transform_entry(x.transform) for x in rotated),
         tuple(entries),
         tuple(TensorEntry(name, x.dtype, x.array.shape, NO_DIGEST) for name, x in content["tensors"].items()),
@@ -461,9 +473,9 @@ def test_what_the_header_does_not_say_is_not_written(tmp_path: Path, action: Cal
         ({"layers": (changed(HEADER.layers[0], codebook=1),)}, "bad_reference"),
         ({"layers": (changed(HEADER.layers[0], codebook=-1),)}, "schema_violation"),
         ({"layers": (changed(HEADER.layers[0], transform=0),)}, "bad_reference"),
-        ({"codebooks": (CodebookEntry(1, NO_DIGEST), CodebookEntry(2, NO_DIGEST))}, "unreferenced"),
+        ({"codebooks": (CodebookEntry(1, 1, NO_DIGEST), CodebookEntry(2, 2, NO_DIGEST))}, "unreferenced"),
         ({"transforms": (TransformEntry(4, 1, None, None),)}, "unreferenced"),
-        ({"codebooks": (CodebookEntry(9, NO_DIGEST),)}, "schema_violation"),
+        ({"codebooks": (CodebookEntry(9, 9, NO_DIGEST),)}, "schema_violation"),
         ({"requires": ("x",)}, "unsupported_feature"),
         ({"tensors": (TensorEntry("n", "f64", (2**53 - 1, 8), NO_DIGEST),)}, "file_extent"),
         (

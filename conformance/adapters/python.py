@@ -40,9 +40,10 @@ def decode(path: str) -> dict[str, Any]:
         layers = []
         for layer in f.layers.values():
             bias = layer.bias_float32()
-            parts: dict[str, Any] = {kind.replace("codes", "indices"): [at, size] for kind, at, size in layer.parts}
+            parts: dict[str, Any] = {kind: [at, size] for kind, at, size in layer.parts}
             layers.append({
-                "name": layer.name, "parts": {"bias": None} | parts, "indices": array(layer.unpack(), "u8"),
+                "name": layer.name, "parts": {"bias": None} | parts, "codes": array(layer.unpack(), "u8"),
+                "indices": array(layer.indices().astype("<u2"), "u16"),
                 "scales": array(layer.scales, "f32"), "bias": None if bias is None else array(bias, "f32"),
             })  # fmt: skip
         return {
@@ -54,7 +55,7 @@ def decode(path: str) -> dict[str, Any]:
             "blobs": [
                 {"kind": b.kind, "entry": b.index, "offset": b.offset, "nbytes": b.nbytes} for b in f.blobs
             ],
-            "codebooks": [_codebook(f.codebook(i)) for i in range(len(f.header.codebooks))],
+            "codebooks": [_codebook(f.codebook(i), c.bits) for i, c in enumerate(f.header.codebooks)],
             "transforms": [_transform(f.transform(i)) for i in range(len(f.header.transforms))],
             "layers": layers,
             "tensors": [
@@ -66,10 +67,11 @@ def decode(path: str) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def _codebook(centroids: Any) -> dict[str, Any]:
+def _codebook(centroids: Any, bits: int) -> dict[str, Any]:
     from rsv_format.codebook import uniform_step
 
-    return {"centroids": array(centroids, "f32"), "uniform": uniform_step(centroids) is not None}
+    uniform = len(centroids) == 2**bits and uniform_step(centroids) is not None
+    return {"centroids": array(centroids, "f32"), "uniform": uniform}
 
 
 def _transform(t: Any) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def _layer(entry: dict[str, Any]) -> Any:
         transform = rsv_format.Transform(t["dim"], t["hadamard"], signs, values, kind, seed, stored)
     rows = entry["stack"] * entry["out_features"]
     bits = entry["codebook"]["bits"]
-    codes = np.frombuffer(bytes.fromhex(entry["indices"]), "u1").reshape(rows, entry["in_features"])
+    codes = np.frombuffer(bytes.fromhex(entry["codes"]), "u1").reshape(rows, entry["in_features"])
     bias = dtype = None
     if entry["bias"] is not None:
         dtype = entry["bias"]["dtype"]

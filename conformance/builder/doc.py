@@ -79,7 +79,8 @@ class Doc:
             self.entry(key)["sha256"] = sha256(data)
 
     def codebook(self, bits: int, data: bytes) -> int:
-        self.header["codebooks"].append({"bits": bits})
+        """Its window is that of so many centroids: `bits`, unless there are more."""
+        self.header["codebooks"].append({"bits": bits, "window": (len(data) // 4).bit_length() - 1})
         i = len(self.header["codebooks"]) - 1
         self.put(("codebook", i), data)
         return i

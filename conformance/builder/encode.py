@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from builder import valid
+from builder import valid, windows
 from builder.cases import PHASE, Case, Cases
 from builder.doc import Doc, bias_bytes, layer_blob
 from builder.expect import diagonal, layer_parts
@@ -48,9 +48,10 @@ def content(doc: Doc) -> dict[str, Any]:
             "stack": entry["stack"],
             "codebook": {
                 "bits": header["codebooks"][c]["bits"],
+                "window": header["codebooks"][c]["window"],
                 "centroids": [f32_hex(v) for v in f32_list(doc.blobs["codebook", c])],
             },
-            "transform": transform, "indices": b"".join(part["codes"]).hex(),
+            "transform": transform, "codes": b"".join(part["codes"]).hex(),
             "scales": [f32_hex(v) for v in part["scales"]], "bias": bias,
         })  # fmt: skip
     return {
@@ -165,6 +166,22 @@ def all_cases(cases: Cases) -> None:
     doc.attachment("a", "text/plain", b"a")
     add("tensors", doc, ["RSV-542", "RSV-812"], "a scalar, an empty tensor, a signalling NaN; capitals sort first")
 
+    for bits, window in ((1, 2), (2, 8), (3, 8), (8, 9)):
+        doc = windows.file(bits, window, list(valid.KINDS))
+        add(f"window-b{bits}-l{window}", doc, ["RSV-512", "RSV-520"], f"codes of {bits} bits, windows of {window}")
+    add(
+        "window-no-order",
+        windows.no_order(),
+        ["RSV-520"],
+        "centroids in no order, for windows of 3 and codes of 2 bits",
+    )
+    add(
+        "window-bits-differ",
+        windows.bits_differ(),
+        ["RSV-814"],
+        "equal centroids for codes of other bits are not shared",
+    )
+
     for bits, n, stack in ((1, 33, 1), (3, 31, 2), (5, 32, 1), (6, 65, 3), (7, 50, 1), (8, 96, 2)):
         doc = valid.one_layer(bits, ("values", "hartley"), "f16", "arbitrary", stack, n, valid.Rng(f"encode-{bits}"))
         add(f"b{bits}-n{n}-s{stack}", doc, ["RSV-510", "RSV-530"], f"{bits} bits, {n} columns, stack {stack}")
@@ -191,13 +208,22 @@ def all_cases(cases: Cases) -> None:
         "a bias is infinite",
         "spec-example",
     )
-    falling = {"bits": 2, "centroids": one["codebook"]["centroids"][::-1]}
+    falling = {"bits": 2, "window": 2, "centroids": one["codebook"]["centroids"][::-1]}
     refuse(
         "codebook-falling",
         "codebook_order",
         ["RSV-608"],
         changed(example, lambda t: t["layers"][0].update(codebook=falling)),
         "falling centroids",
+        "spec-example",
+    )
+    narrow = {"bits": 2, "window": 1, "centroids": one["codebook"]["centroids"][:2]}
+    refuse(
+        "window-less-than-bits",
+        "schema_violation",
+        ["RSV-302"],
+        changed(example, lambda t: t["layers"][0].update(codebook=narrow)),
+        "a window of 1 for codes of 2 bits",
         "spec-example",
     )
     refuse(

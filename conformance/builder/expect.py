@@ -19,6 +19,7 @@ from builder.kernel import (
     hadamard_apply,
     hartley_apply,
     norm,
+    windows,
 )
 
 _BIAS_NBYTES = {"f32": 4, "f16": 2, "bf16": 2}
@@ -34,8 +35,18 @@ def floats(shape: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
     return array(shape, "f32", f32_bytes(values))
 
 
-def is_uniform(centroids: Sequence[float]) -> bool:
+def _u16(values: Sequence[int]) -> bytes:
+    if isinstance(values, bytes):
+        out = bytearray(2 * len(values))
+        out[::2] = values
+        return bytes(out)
+    return struct.pack(f"<{len(values)}H", *values)
+
+
+def is_uniform(centroids: Sequence[float], bits: int) -> bool:
     """RSV-521."""
+    if len(centroids) > 2**bits:
+        return False
     step = centroids[1] - centroids[0]
     return all(c == centroids[0] + i * step for i, c in enumerate(centroids))
 
@@ -51,9 +62,10 @@ def diagonal(doc: Doc, i: int) -> list[float] | None:
 
 
 def layer_parts(doc: Doc, i: int) -> dict[str, Any]:
-    """codes (a list for each row), scales, bias as numbers, and (offset in the blob, nbytes) of each part."""
+    """codes and indices (for each row), scales, bias as numbers, and (offset in the blob, nbytes) of each part."""
     entry, data = doc.header["layers"][i], doc.blobs["layer", i]
-    bits = doc.header["codebooks"][entry["codebook"]]["bits"]
+    book = doc.header["codebooks"][entry["codebook"]]
+    bits, window = book["bits"], book["window"]
     rows, columns = entry["stack"] * entry["out_features"], entry["in_features"]
     row_nbytes = align(columns, 32) // 32 * bits * 4
     scales_at = align(rows * row_nbytes, 64)
@@ -72,7 +84,7 @@ def layer_parts(doc: Doc, i: int) -> dict[str, Any]:
         codes.append(cache[packed])
     scales = f32_list(data[scales_at : scales_at + 4 * rows])
     bias, dtype = None, entry["bias"]
-    parts: dict[str, Any] = {"indices": (0, rows * row_nbytes), "scales": (scales_at, 4 * rows), "bias": None}
+    parts: dict[str, Any] = {"codes": (0, rows * row_nbytes), "scales": (scales_at, 4 * rows), "bias": None}
     if dtype:
         size = _BIAS_NBYTES[dtype]
         stored = data[bias_at : bias_at + size * rows]
@@ -83,7 +95,8 @@ def layer_parts(doc: Doc, i: int) -> dict[str, Any]:
             bias = f32_list(b"".join(b"\0\0" + stored[k : k + 2] for k in range(0, len(stored), 2)))
         else:
             bias = f32_list(stored)
-    return {"codes": codes, "scales": scales, "bias": bias, "parts": parts}
+    indices = codes if window == bits else [windows(row, bits, window) for row in codes]
+    return {"codes": codes, "indices": indices, "scales": scales, "bias": bias, "parts": parts}
 
 
 def decode(doc: Doc, text: bytes, version_minor: int = 0) -> dict[str, Any]:
@@ -106,7 +119,8 @@ def decode(doc: Doc, text: bytes, version_minor: int = 0) -> dict[str, Any]:
         layers.append({
             "name": entry["name"],
             "parts": {k: None if v is None else [at + v[0], v[1]] for k, v in part["parts"].items()},
-            "indices": array([rows, entry["in_features"]], "u8", b"".join(part["codes"])),
+            "codes": array([rows, entry["in_features"]], "u8", b"".join(part["codes"])),
+            "indices": array([rows, entry["in_features"]], "u16", b"".join(map(_u16, part["indices"]))),
             "scales": floats([rows], part["scales"]),
             "bias": None if part["bias"] is None else floats([rows], part["bias"]),
         })  # fmt: skip
@@ -117,7 +131,10 @@ def decode(doc: Doc, text: bytes, version_minor: int = 0) -> dict[str, Any]:
         "file_nbytes": file_nbytes,
         "header": header,
         "blobs": [{"kind": key[0], "entry": key[1], "offset": at, "nbytes": n} for key, at, n in places],
-        "codebooks": [{"centroids": floats([len(c)], c), "uniform": is_uniform(c)} for c in books],
+        "codebooks": [
+            {"centroids": floats([len(c)], c), "uniform": is_uniform(c, e["bits"])}
+            for c, e in zip(books, header["codebooks"], strict=True)
+        ],
         "transforms": transforms,
         "layers": layers,
         "tensors": [
@@ -189,7 +206,7 @@ def dequantize(doc: Doc, *, y: bool = True) -> dict[str, Any]:
         part, book = layer_parts(doc, i), books[entry["codebook"]]
         T = None if entry["transform"] is None else transforms[entry["transform"]]
         n = entry["in_features"]
-        rotated = [[f32(s * book[c]) for c in row] for row, s in zip(part["codes"], part["scales"], strict=True)]
+        rotated = [[f32(s * book[c]) for c in row] for row, s in zip(part["indices"], part["scales"], strict=True)]
         rows, columns = sampled_rows(len(rotated)), sampled_columns(n)
         x = input_vector(n)
         tx = x if T is None else T.activation(x)

@@ -52,6 +52,14 @@ def pack_row(codes: Sequence[int], bits: int) -> bytes:
     return row.to_bytes(align(len(codes), 32) // 32 * bits * 4, "little")
 
 
+def windows(codes: Sequence[int], bits: int, window: int) -> list[int]:
+    """RSV-512, from the row's bits."""
+    n = len(codes) * bits
+    row = sum(code << (j * bits) for j, code in enumerate(codes))
+    row = sum(row << (k * n) for k in range(1 + -(-window // n)))  # as far as the last window reaches
+    return [row >> p & (2**window - 1) for p in range(0, n, bits)]
+
+
 def splitmix64(seed: int, k: int) -> int:
     """RSV-710."""
     z = (seed + (k + 1) * 0x9E3779B97F4A7C15) & MASK

@@ -15,6 +15,7 @@ from builder.kernel import (
     normal_pair,
     pack_row,
     splitmix64,
+    windows,
     witness,
 )
 
@@ -28,6 +29,15 @@ def tables() -> dict[str, dict[str, Any]]:
             codes = [rng.below(2**bits) for _ in range(n)]
             packing.append({"bits": bits, "codes": codes, "row": pack_row(codes, bits).hex()})
         packing.append({"bits": bits, "codes": [2**bits - 1] * 33, "row": pack_row([2**bits - 1] * 33, bits).hex()})
+
+    indices = []
+    for bits in range(1, 9):
+        for window in sorted({bits, bits + 1, 8, 11, 12, 16}):
+            for n in (1, 2, 5, 33):
+                if window >= bits:
+                    codes = [rng.below(2**bits) for _ in range(n)]
+                    case = {"bits": bits, "window": window, "codes": codes, "indices": windows(codes, bits, window)}
+                    indices.append(case)
 
     def vector(n: int) -> list[float]:
         return [rng.real(-1, 1) for _ in range(n)]
@@ -57,6 +67,9 @@ def tables() -> dict[str, dict[str, Any]]:
             "rules": ["RSV-510", "RSV-511"], "tolerance": 0,
             "about": "codes of a row, and the bytes of its words, in hexadecimal",
             "cases": packing,
+        },
+        "windows": {
+            "rules": ["RSV-512"], "tolerance": 0, "about": "codes of a row, and its indices", "cases": indices,
         },
         "hadamard": {
             "rules": ["RSV-703"], "tolerance": 1e-5,

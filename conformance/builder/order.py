@@ -448,7 +448,7 @@ def all_cases(cases: Cases) -> None:
         "padding_nonzero",
         "nonfinite_value",
         ["RSV-603", "RSV-606"],
-        "a byte between indices and scales, and a scale that is NaN",
+        "a byte between codes and scales, and a scale that is NaN",
     )
     inner = bytearray(layer)
     inner[68:72], inner[80] = NAN, 1

@@ -363,12 +363,12 @@ def extent(cases: Cases) -> None:
         base=None,
         flags=["bomb"],
     )
-    wide = valid.plain("layer", n=65536)
-    valid.add(cases, "base-plain-65536", wide, ["RSV-530"], "65536 columns, 2 bits")
+    wide = valid.plain("layer", n=65536, window=8)
+    valid.add(cases, "base-plain-65536", wide, ["RSV-530"], "65536 columns, 2 bits, windows of 8")
     whole(
         "bits-more",
         "RSV-505",
         with_value(wide, "/codebooks/0/bits", 8),
-        "codebook and layer of 2 bits, said to be of 8",
+        "codes of 2 bits, said to be of 8",
         "base-plain-65536",
     )

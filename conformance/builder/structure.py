@@ -92,7 +92,7 @@ def all_cases(cases: Cases) -> None:
     put("extra-member-case", "/Layers", [], "a member in another case")
 
     objects: list[tuple[str, str, Doc, str, str, list[str]]] = [
-        ("codebook", "/codebooks/0", doc, "spec-example", "bits", ["sha256"]),
+        ("codebook", "/codebooks/0", doc, "spec-example", "bits", ["window", "sha256"]),
         ("transform", "/transforms/0", doc, "spec-example", "dim", ["hadamard", "diagonal", "factor"]),
         ("signs", "/transforms/0/diagonal", doc, "spec-example", "kind", ["sha256"]),
         ("hartley", "/transforms/0/factor", doc, "spec-example", "kind", []),
@@ -134,7 +134,8 @@ def all_cases(cases: Cases) -> None:
     )
 
     integers: list[tuple[str, str, Doc, str, list[Any]]] = [
-        ("bits", "/codebooks/0/bits", doc, "spec-example", [0, 9, -1, True, "2", None, [2]]),
+        ("bits", "/codebooks/0/bits", doc, "spec-example", [0, 3, 9, -1, True, "2", None, [2]]),
+        ("window", "/codebooks/0/window", doc, "spec-example", [0, 1, 17, -1, 2**53 - 1, True, "2", None, [2]]),
         ("dim", "/transforms/0/dim", doc, "spec-example", [0, 2**24 + 1, -6, "6", None]),
         ("hadamard", "/transforms/0/hadamard", doc, "spec-example", [0, 3, 6, 2**25, -2, True, None]),
         ("seed", "/transforms/0/factor/seed", haar_doc, "base-haar", [-1, "42", None]),

@@ -213,11 +213,11 @@ def base_padding(bits: int) -> Doc:
     return doc
 
 
-def plain(name: str = "layer", *, n: int = 4, bits: int = 2, doc: Doc | None = None) -> Doc:
+def plain(name: str = "layer", *, n: int = 4, bits: int = 2, window: int = 2, doc: Doc | None = None) -> Doc:
     """One layer of a row without a transform."""
     doc = doc or Doc()
     if not doc.header["codebooks"]:
-        doc.codebook(bits, f32_bytes([k - 1.5 for k in range(2**bits)]))
+        doc.codebook(bits, f32_bytes([k - 1.5 for k in range(2**window)]))
     codes = [[j % 2**bits for j in range(n)]]
     doc.layer(name, n, 1, 0, layer_blob(codes, bits, f32_bytes([0.5])))
     return doc
@@ -309,8 +309,7 @@ def tables(cases: Cases) -> None:
         "three codebooks and four transforms of every kind, in another order than that of use",
         flags=["non-canonical"])  # fmt: skip
     doc = plain("only")
-    doc.header["codebooks"].append({"bits": 2})
-    doc.put(("codebook", 1), f32_bytes([-1.5, -0.5, 0.5, 1.75]))
+    doc.codebook(2, f32_bytes([-1.5, -0.5, 0.5, 1.75]))
     plain("second", doc=doc)
     doc.header["layers"][1]["codebook"] = 1
     add(cases, "codebooks-two", doc, ["RSV-813"], "two layers with two codebooks of equal width")

@@ -290,7 +290,7 @@ class _Job:
                 )
         kept = [self.source.tensors[name] for name in self._kept()]
         return Header(
-            tuple(CodebookEntry(bits, NO_DIGEST) for bits in widths),
+            tuple(CodebookEntry(bits, bits, NO_DIGEST) for bits in widths),
             tuple(transforms),
             tuple(layers),
             tuple(TensorEntry(tensor.name, tensor.dtype, tensor.shape, NO_DIGEST) for tensor in kept),

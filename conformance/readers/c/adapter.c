@@ -172,13 +172,13 @@ static void decode_layer(const rsv_file *file, const rsv_layer *l)
     array a;
     fputs("{\"name\":", out);
     put_string(l->name);
-    fprintf(out, ",\"parts\":{\"indices\":[%" PRIu64 ",%" PRIu64 "],\"scales\":[%" PRIu64 ",%" PRIu64 "],\"bias\":", at,
+    fprintf(out, ",\"parts\":{\"codes\":[%" PRIu64 ",%" PRIu64 "],\"scales\":[%" PRIu64 ",%" PRIu64 "],\"bias\":", at,
             l->rows * l->row_words * 4, at + l->scales, l->rows * 4);
     if (l->bias == RSV_BIAS_NONE)
         fputs("null", out);
     else
         fprintf(out, "[%" PRIu64 ",%" PRIu64 "]", at + l->bias_offset, l->rows * (l->bias == RSV_BIAS_F32 ? 4 : 2));
-    fputs("},\"indices\":", out);
+    fputs("},\"codes\":", out);
     uint8_t *codes = allocate(l->in_features, 1);
     array_begin(&a, 1);
     for (uint64_t r = 0; r < l->rows; r++) {
@@ -187,6 +187,21 @@ static void decode_layer(const rsv_file *file, const rsv_layer *l)
     }
     free(codes);
     array_put(&a, "u8", shape, 2);
+    fputs(",\"indices\":", out);
+    uint16_t *indices = allocate(l->in_features, sizeof *indices);
+    array_begin(&a, 2);
+    for (uint64_t r = 0; r < l->rows; r++) {
+        rsv_layer_indices(file, l, r, indices);
+        uint8_t *bytes = (uint8_t *)indices; /* little-endian, in place: element j is not read again */
+        for (uint32_t j = 0; j < l->in_features; j++) {
+            uint16_t index = indices[j];
+            bytes[2 * (size_t)j] = (uint8_t)index;
+            bytes[2 * (size_t)j + 1] = (uint8_t)(index >> 8);
+        }
+        array_add(&a, bytes, 2 * (size_t)l->in_features);
+    }
+    free(indices);
+    array_put(&a, "u16", shape, 2);
     fputs(",\"scales\":", out);
     put_bytes(file->data + at + l->scales, 4 * l->rows, 4, "f32", shape, 1);
     fputs(",\"bias\":", out);
@@ -231,7 +246,7 @@ static void decode(const rsv_file *file)
     first = true;
     for (size_t i = 0; i < file->codebook_count; i++) {
         const rsv_codebook *c = &file->codebooks[i];
-        uint64_t shape[1] = {(uint64_t)1 << c->bits};
+        uint64_t shape[1] = {(uint64_t)1 << c->window};
         put_comma(&first);
         fputs("{\"centroids\":", out);
         put_bytes(rsv_bytes(file, &c->blob), c->blob.nbytes, 4, "f32", shape, 1);

@@ -42,7 +42,8 @@ static void use(const rsv_file *file)
         float *row = malloc(l->in_features * sizeof *row);
         double *tx = malloc(l->in_features * sizeof *tx);
         uint8_t *codes = malloc(l->in_features);
-        if (!row || !tx || !codes)
+        uint16_t *indices = malloc(l->in_features * sizeof *indices);
+        if (!row || !tx || !codes || !indices)
             abort();
         memset(tx, 0, l->in_features * sizeof *tx);
         rsv_plan_activation(plan, tx);
@@ -51,6 +52,11 @@ static void use(const rsv_file *file)
             for (uint32_t j = 0; j < l->in_features; j++)
                 if (codes[j] >> file->codebooks[l->codebook].bits)
                     abort();
+            rsv_layer_indices(file, l, r, indices);
+            for (uint32_t j = 0; j < l->in_features; j++)
+                if (indices[j] >> file->codebooks[l->codebook].window
+                    || (indices[j] & ((1u << file->codebooks[l->codebook].bits) - 1)) != codes[j])
+                    abort();
             if (rsv_layer_row(file, l, plan, r, row))
                 abort();
             sink = (double)row[0] + (double)rsv_layer_bias(file, l, r) + rsv_layer_output(file, l, tx, r);
@@ -58,6 +64,7 @@ static void use(const rsv_file *file)
         free(row);
         free(tx);
         free(codes);
+        free(indices);
         rsv_plan_free(plan);
     }
     for (size_t i = 0; i < file->tensor_count; i++)

@@ -35,8 +35,10 @@ static const char *const scalars[] = {
     "{\"\":0,\"\":1}", "{\"a\":0,\"\\u0061\":0}", "\"__proto__\"",
 };
 static const char *const entries[] = {
-    "{\"bits\":1," SHA "}",
-    "{\"bits\":3," SHA "}",
+    "{\"bits\":1,\"window\":1," SHA "}",
+    "{\"bits\":3,\"window\":3," SHA "}",
+    "{\"bits\":2,\"window\":5," SHA "}",
+    "{\"bits\":1,\"window\":16," SHA "}",
     "{\"kind\":\"signs\"," SHA "}",
     "{\"kind\":\"values\"," SHA "}",
     "{\"kind\":\"hartley\"}",

@@ -24,6 +24,8 @@
 #define MAX_INTEGER 9007199254740991u
 #define MAX_IN_FEATURES 16777216u
 #define MAX_OUT_FEATURES 2147483647u
+#define MAX_BITS 8u
+#define MAX_WINDOW 16u
 #define MAX_STACK 65535u
 #define MAX_HAAR 16384u
 #define MAX_NAME 512u
@@ -869,13 +871,15 @@ static bool alphanumeric(char c)
 static bool get_codebook(opened *o, const uint8_t *value, void *entry)
 {
     rsv_codebook *c = entry;
-    field f[] = {{"bits", 0}, {"sha256", 0}};
-    uint64_t v;
+    field f[] = {{"bits", 0}, {"window", 0}, {"sha256", 0}};
+    uint64_t bits, window;
     (void)o;
-    if (!closed_object(value, f, 2, 2) || !get_integer(f[0].value, 1, 8, &v))
+    if (!closed_object(value, f, 3, 3) || !get_integer(f[0].value, 1, MAX_BITS, &bits)
+        || !get_integer(f[1].value, bits, MAX_WINDOW, &window))
         return false;
-    c->bits = (unsigned)v;
-    return get_sha256(f[1].value, c->blob.sha256);
+    c->bits = (unsigned)bits;
+    c->window = (unsigned)window;
+    return get_sha256(f[2].value, c->blob.sha256);
 }
 
 static bool get_transform(opened *o, const uint8_t *value, void *entry)
@@ -1306,7 +1310,7 @@ static bool lay_out(opened *o, uint64_t *end)
     uint64_t nbytes;
     *end = PROLOGUE_NBYTES + file->header.size;
     for (size_t i = 0; i < file->codebook_count; i++)
-        if (!place(&o->codebooks[i].blob, (uint64_t)4 << o->codebooks[i].bits, end))
+        if (!place(&o->codebooks[i].blob, (uint64_t)4 << o->codebooks[i].window, end))
             return false;
     for (size_t i = 0; i < file->transform_count; i++) {
         rsv_transform *t = &o->transforms[i];
@@ -1473,22 +1477,20 @@ void rsv_close(rsv_file *file)
 
 /* --------------------------------------------------------------------------------- codes and rows */
 
-void rsv_centroids(const rsv_file *file, size_t codebook, float centroids[256])
+float rsv_centroid(const rsv_file *file, size_t codebook, uint32_t index)
 {
-    const rsv_codebook *c = &file->codebooks[codebook];
-    const uint8_t *p = rsv_bytes(file, &c->blob);
-    for (unsigned i = 0; i < 1u << c->bits; i++)
-        centroids[i] = rsv_load_f32(p + 4 * i);
+    return rsv_load_f32(rsv_bytes(file, &file->codebooks[codebook].blob) + 4 * (size_t)index);
 }
 
 bool rsv_codebook_uniform(const rsv_file *file, size_t codebook)
 {
-    float c[256];
-    rsv_centroids(file, codebook, c);
-    double step = (double)c[1] - (double)c[0];
-    for (unsigned i = 0; i < 1u << file->codebooks[codebook].bits; i++) {
+    const rsv_codebook *c = &file->codebooks[codebook];
+    if (c->window != c->bits)
+        return false;
+    double first = rsv_centroid(file, codebook, 0), step = (double)rsv_centroid(file, codebook, 1) - first;
+    for (uint32_t i = 0; i < 1u << c->bits; i++) {
         double offset = i * step;
-        if ((double)c[i] != (double)c[0] + offset)
+        if ((double)rsv_centroid(file, codebook, i) != first + offset)
             return false;
     }
     return true;
@@ -1510,6 +1512,40 @@ void rsv_layer_codes(const rsv_file *file, const rsv_layer *layer, uint64_t r, u
     }
 }
 
+/* count bits, at most 16, from bit p of a row that has so many. */
+static unsigned bits_at(const uint8_t *row, uint64_t p, unsigned count)
+{
+    const uint8_t *byte = row + p / 8;
+    unsigned shift = (unsigned)(p % 8), value = 0;
+    for (unsigned have = 0; have < shift + count; have += 8)
+        value |= (unsigned)*byte++ << have;
+    return value >> shift & ((1u << count) - 1);
+}
+
+/* The indices of columns first to first + count [RSV-512]. A window that the row's end cuts goes on at its start. */
+static void some_indices(const rsv_file *file, const rsv_layer *layer, uint64_t r, uint32_t first, uint32_t count,
+                         uint16_t *indices)
+{
+    const rsv_codebook *c = &file->codebooks[layer->codebook];
+    const uint8_t *row = rsv_bytes(file, &layer->blob) + r * layer->row_words * 4;
+    uint64_t row_bits = (uint64_t)layer->in_features * c->bits, start = (uint64_t)first * c->bits;
+    for (uint32_t j = 0; j < count; j++, start += c->bits) {
+        unsigned index = 0, have = 0;
+        for (uint64_t p = start; have < c->window; p = 0) {
+            unsigned wanted = c->window - have;
+            unsigned take = row_bits - p < wanted ? (unsigned)(row_bits - p) : wanted;
+            index |= bits_at(row, p, take) << have;
+            have += take;
+        }
+        indices[j] = (uint16_t)index;
+    }
+}
+
+void rsv_layer_indices(const rsv_file *file, const rsv_layer *layer, uint64_t r, uint16_t *indices)
+{
+    some_indices(file, layer, r, 0, layer->in_features, indices);
+}
+
 float rsv_layer_scale(const rsv_file *file, const rsv_layer *layer, uint64_t r)
 {
     return rsv_load_f32(rsv_bytes(file, &layer->blob) + layer->scales + 4 * r);
@@ -1526,55 +1562,39 @@ float rsv_layer_bias(const rsv_file *file, const rsv_layer *layer, uint64_t r)
     }
 }
 
-/* What an index of row r stands for. The product of two f32 is exact in binary64, so it is rounded once,
- * whatever FLT_EVAL_METHOD is. */
-static void row_values(const rsv_file *file, const rsv_layer *layer, uint64_t r, float values[256])
-{
-    double scale = rsv_layer_scale(file, layer, r);
-    rsv_centroids(file, layer->codebook, values);
-    for (unsigned i = 0; i < 1u << file->codebooks[layer->codebook].bits; i++)
-        values[i] = (float)(scale * (double)values[i]);
-}
+enum { CHUNK = 1024 }; /* columns of which the indices are held at a time */
 
-/* Calls for up to 256 columns at a time need no memory but this: codes of columns first to first + count. */
-static void some_codes(const rsv_file *file, const rsv_layer *layer, uint64_t r, uint32_t first, uint32_t count,
-                       uint8_t *codes)
+/* What an index of a row of this scale stands for. The product of two f32 is exact in binary64, so it is rounded
+ * once, whatever FLT_EVAL_METHOD is. */
+static float value_of(const uint8_t *centroids, uint16_t index, double scale)
 {
-    unsigned bits = file->codebooks[layer->codebook].bits;
-    const uint8_t *p = rsv_bytes(file, &layer->blob) + r * layer->row_words * 4 + (uint64_t)first / 8 * bits;
-    rsv_layer part = *layer; /* first is a multiple of 8: it starts a byte */
-    part.blob.offset = (uint64_t)(p - file->data);
-    part.in_features = count;
-    rsv_layer_codes(file, &part, 0, codes);
+    return (float)(scale * (double)rsv_load_f32(centroids + 4 * (size_t)index));
 }
-
-enum { CHUNK = 1024 };
 
 void rsv_layer_rotated_row(const rsv_file *file, const rsv_layer *layer, uint64_t r, float *row)
 {
-    float values[256];
-    uint8_t codes[CHUNK];
-    row_values(file, layer, r, values);
+    const uint8_t *centroids = rsv_bytes(file, &file->codebooks[layer->codebook].blob);
+    double scale = rsv_layer_scale(file, layer, r);
+    uint16_t indices[CHUNK];
     for (uint32_t at = 0; at < layer->in_features; at += CHUNK) {
         uint32_t count = layer->in_features - at < CHUNK ? layer->in_features - at : CHUNK;
-        some_codes(file, layer, r, at, count, codes);
+        some_indices(file, layer, r, at, count, indices);
         for (uint32_t j = 0; j < count; j++)
-            row[at + j] = values[codes[j]];
+            row[at + j] = value_of(centroids, indices[j], scale);
     }
 }
 
 double rsv_layer_output(const rsv_file *file, const rsv_layer *layer, const double *tx, uint64_t r)
 {
-    float values[256];
-    uint8_t codes[CHUNK];
-    double sum = 0;
-    row_values(file, layer, r, values);
+    const uint8_t *centroids = rsv_bytes(file, &file->codebooks[layer->codebook].blob);
+    double scale = rsv_layer_scale(file, layer, r), sum = 0;
+    uint16_t indices[CHUNK];
     for (uint32_t at = 0; at < layer->in_features; at += CHUNK) {
         uint32_t count = layer->in_features - at < CHUNK ? layer->in_features - at : CHUNK;
         double part = 0;
-        some_codes(file, layer, r, at, count, codes);
+        some_indices(file, layer, r, at, count, indices);
         for (uint32_t j = 0; j < count; j++)
-            part += tx[at + j] * (double)values[codes[j]];
+            part += tx[at + j] * (double)value_of(centroids, indices[j], scale);
         sum += part;
     }
     return sum + (double)rsv_layer_bias(file, layer, r);
@@ -1799,12 +1819,10 @@ static void verify_codebook(verifier *v, size_t at)
 {
     const rsv_codebook *c = &v->file->codebooks[at];
     const uint8_t *p = blob_start(v, &c->blob, "codebooks", at);
-    float centroids[256];
-    if (!all_finite(p, 1u << c->bits))
+    if (!all_finite(p, (size_t)1 << c->window))
         report(v, RSV_NONFINITE_VALUE, "codebooks", at, "a centroid is not finite");
-    rsv_centroids(v->file, at, centroids);
-    for (unsigned i = 1; i < 1u << c->bits; i++)
-        if (!(centroids[i - 1] < centroids[i])) {
+    for (uint32_t i = 1; c->window == c->bits && i < 1u << c->bits; i++)
+        if (!(rsv_centroid(v->file, at, i - 1) < rsv_centroid(v->file, at, i))) {
             report(v, RSV_CODEBOOK_ORDER, "codebooks", at, "centroids are not in order");
             break;
         }
@@ -1864,8 +1882,8 @@ static void verify_layer(verifier *v, size_t at)
     const uint8_t *p = blob_start(v, &l->blob, what, at);
     if (v->stop)
         return;
-    uint64_t indices = l->rows * l->row_words * 4, scales_end = l->scales + 4 * l->rows;
-    if (!zeros(p + indices, l->scales - indices)
+    uint64_t codes = l->rows * l->row_words * 4, scales_end = l->scales + 4 * l->rows;
+    if (!zeros(p + codes, l->scales - codes)
         || (l->bias != RSV_BIAS_NONE && !zeros(p + scales_end, l->bias_offset - scales_end)))
         report(v, RSV_PADDING_NONZERO, what, at, "the bytes between the parts are not zero");
     unsigned used = l->in_features % 32 * v->file->codebooks[l->codebook].bits; /* bits of the last group */

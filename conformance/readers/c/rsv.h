@@ -84,7 +84,7 @@ typedef struct {
 } rsv_blob;
 
 typedef struct {
-    unsigned bits;
+    unsigned bits, window; /* of a code; of an index: 2^window centroids */
     rsv_blob blob;
 } rsv_codebook;
 
@@ -108,7 +108,7 @@ typedef struct {
     size_t codebook;
     int64_t transform;     /* -1: none */
     uint64_t rows;         /* stack * out_features */
-    uint64_t row_words;    /* u32 per row of indices */
+    uint64_t row_words;    /* u32 per row of codes */
     uint64_t scales, bias_offset; /* offsets in the blob */
     rsv_blob blob;
 } rsv_layer;
@@ -179,12 +179,13 @@ typedef bool rsv_fault(void *context, rsv_code code, const char *message);
 rsv_code rsv_verify(const rsv_file *file, const rsv_options *options, rsv_fault *fault, void *context,
                     rsv_error *error);
 
-void rsv_centroids(const rsv_file *file, size_t codebook, float centroids[256]); /* 2^bits of them */
-bool rsv_codebook_uniform(const rsv_file *file, size_t codebook);                /* RSV-521 */
+float rsv_centroid(const rsv_file *file, size_t codebook, uint32_t index); /* index must be below 2^window */
+bool rsv_codebook_uniform(const rsv_file *file, size_t codebook);          /* RSV-521 */
 
 /* Row r is row r % out_features of matrix r / out_features of the stack. All are memory-safe on any bits;
  * r must be less than rows. */
 void rsv_layer_codes(const rsv_file *file, const rsv_layer *layer, uint64_t r, uint8_t *codes);
+void rsv_layer_indices(const rsv_file *file, const rsv_layer *layer, uint64_t r, uint16_t *indices); /* RSV-512 */
 float rsv_layer_scale(const rsv_file *file, const rsv_layer *layer, uint64_t r);
 float rsv_layer_bias(const rsv_file *file, const rsv_layer *layer, uint64_t r); /* 0 where there is none */
 /* in_features elements of W_rot, exact (RSV-720). */

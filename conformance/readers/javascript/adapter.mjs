@@ -123,7 +123,7 @@ function decode(path, out) {
   out.header(file.json);
   out.add(',"blobs":').list(file.blobs, ({ kind, entry, offset, nbytes }) => ({ kind, entry, offset, nbytes }));
   out.add(',"codebooks":').list(file.codebooks, (codebook) => ({
-    centroids: array([2 ** codebook.bits], "f32", file.blobBytes(codebook.blob)),
+    centroids: array([2 ** codebook.window], "f32", file.blobBytes(codebook.blob)),
     uniform: codebook.uniform,
   }));
   out.add(',"transforms":').list(file.transforms, (t) => {
@@ -140,13 +140,19 @@ function decode(path, out) {
   out.add(',"layers":').list(file.layers, (layer) => {
     const { offset, parts } = layer.blob;
     const { rows } = layer;
-    const indices = new ArrayText([rows, layer.inFeatures], "u8");
+    const codes = new ArrayText([rows, layer.inFeatures], "u8");
+    const indices = new ArrayText([rows, layer.inFeatures], "u16");
     const perPiece = Math.min(rows, Math.max(1, Math.floor(65536 / layer.inFeatures)));
-    const piece = new Uint8Array(perPiece * layer.inFeatures);
+    const codePiece = new Uint8Array(perPiece * layer.inFeatures);
+    const indexPiece = new Uint16Array(perPiece * layer.inFeatures);
     for (let row = 0; row < rows; ) {
-      let n = 0;
-      for (; n < perPiece && row < rows; n++, row++) layer.codes(row, piece.subarray(n * layer.inFeatures));
-      indices.add(piece.subarray(0, n * layer.inFeatures));
+      let at = 0;
+      for (; at < codePiece.length && row < rows; at += layer.inFeatures, row++) {
+        layer.codes(row, codePiece.subarray(at));
+        layer.indices(row, indexPiece.subarray(at));
+      }
+      codes.add(codePiece.subarray(0, at));
+      indices.add(bytesOf(indexPiece.subarray(0, at)));
     }
     let bias = null;
     if (layer.biasType === "f32") bias = array([rows], "f32", slice(offset + parts.biasAt, 4 * rows));
@@ -154,10 +160,11 @@ function decode(path, out) {
     return {
       name: layer.name,
       parts: {
-        indices: [offset, parts.indicesNbytes],
+        codes: [offset, parts.codesNbytes],
         scales: [offset + parts.scalesAt, 4 * rows],
         bias: layer.biasType && [offset + parts.biasAt, parts.biasNbytes],
       },
+      codes: codes.end(),
       indices: indices.end(),
       scales: array([rows], "f32", slice(offset + parts.scalesAt, 4 * rows)),
       bias,
@@ -264,15 +271,15 @@ function encode(path, out) {
   const diagonal = (d) =>
     d && part(d, d.kind === "signs" ? signBits(d.values) : d.values && littleEndian(d.values, 4));
   const factor = (f) => f && part(f, (f.values ?? f.witness) && littleEndian(f.values ?? f.witness, 4));
-  content.layers = content.layers.map(({ codebook, transform, indices, scales, bias, ...entry }) => ({
+  content.layers = content.layers.map(({ codebook, transform, codes, scales, bias, ...entry }) => ({
     ...entry,
-    codebook: { bits: codebook.bits, data: littleEndian(codebook.centroids, 4) },
+    codebook: { bits: codebook.bits, window: codebook.window, data: littleEndian(codebook.centroids, 4) },
     transform: transform && {
       ...transform,
       diagonal: diagonal(transform.diagonal),
       factor: factor(transform.factor),
     },
-    indices: fromHex(indices),
+    codes: fromHex(codes),
     scales: littleEndian(scales, 4),
     bias: bias && { dtype: bias.dtype, data: littleEndian(bias.values, bias.dtype === "f32" ? 4 : 2) },
   }));

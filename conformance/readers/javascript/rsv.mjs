@@ -19,6 +19,8 @@ export const JSON_VALUE_NBYTES = 16;
 export const MAX_INTEGER = 9007199254740991;
 export const MAX_IN_FEATURES = 16777216;
 export const MAX_OUT_FEATURES = 2147483647;
+export const MAX_BITS = 8;
+export const MAX_WINDOW = 16;
 export const MAX_STACK = 65535;
 export const MAX_HAAR = 16384;
 export const MAX_NAME = 512;
@@ -700,8 +702,9 @@ const digest = (value, where) => pattern(value, /^[0-9a-f]{64}$/, 64, 64, where)
 const modelName = (value, where) => pattern(value, /^[^\0-\x1f\x7f]+$/, 1, MAX_NAME, where);
 
 function codebookEntry(value, where) {
-  const entry = members(value, ["bits", "sha256"], where);
-  integer(entry.bits, 1, 8, `${where}.bits`);
+  const entry = members(value, ["bits", "window", "sha256"], where);
+  integer(entry.bits, 1, MAX_BITS, `${where}.bits`);
+  integer(entry.window, entry.bits, MAX_WINDOW, `${where}.window`);
   digest(entry.sha256, `${where}.sha256`);
   return entry;
 }
@@ -835,10 +838,10 @@ function checkReferences({ codebooks, transforms, layers, tensors, attachments }
 function layerParts(entry, bits, where) {
   const rows = mul(entry.stack, entry.out_features, where);
   const rowWords = Math.ceil(entry.in_features / 32) * bits;
-  const indices = mul(mul(rows, rowWords, where), 4, where);
-  const scalesAt = alignChecked(indices, CELL, where);
+  const codes = mul(mul(rows, rowWords, where), 4, where);
+  const scalesAt = alignChecked(codes, CELL, where);
   const scalesEnd = add(scalesAt, mul(rows, 4, where), where);
-  const parts = { rows, rowWords, indicesNbytes: indices, scalesAt, biasAt: null, biasNbytes: 0, nbytes: scalesEnd };
+  const parts = { rows, rowWords, codesNbytes: codes, scalesAt, biasAt: null, biasNbytes: 0, nbytes: scalesEnd };
   if (entry.bias !== null) {
     parts.biasAt = alignChecked(scalesEnd, CELL, where);
     parts.biasNbytes = mul(rows, BIAS_NBYTES[entry.bias], where);
@@ -857,7 +860,7 @@ function layOut(header, headerNbytes) {
     end = add(offset, nbytes, where);
     blobs.push({ kind, entry, offset, nbytes, sha256: digestHex, parts });
   };
-  header.codebooks.forEach((c, i) => put("codebook", i, 4 * 2 ** c.bits, c.sha256));
+  header.codebooks.forEach((c, i) => put("codebook", i, 4 * 2 ** c.window, c.sha256));
   header.transforms.forEach(({ dim, hadamard, diagonal, factor }, i) => {
     const m = dim / hadamard;
     if (diagonal) put("diagonal", i, diagonal.kind === "signs" ? Math.ceil(dim / 8) : 4 * dim, diagonal.sha256);
@@ -989,16 +992,18 @@ export class Codebook {
   constructor(file, entry, blob) {
     this.file = file;
     this.bits = entry.bits;
+    this.window = entry.window;
     this.sha256 = entry.sha256;
     this.blob = blob;
   }
 
   centroids() {
-    return elements(Float32Array, this.file.bytes, this.blob.offset, 2 ** this.bits);
+    return elements(Float32Array, this.file.bytes, this.blob.offset, 2 ** this.window);
   }
 
   /** RSV-521: by equality in binary64. */
   get uniform() {
+    if (this.window !== this.bits) return false;
     const c = this.centroids();
     const step = c[1] - c[0];
     return c.every((value, i) => value === c[0] + i * step);
@@ -1087,7 +1092,7 @@ export class Layer {
     if (!Number.isInteger(row) || row < 0 || row >= this.rows) throw new RangeError(`no row ${row}`);
   }
 
-  /** The indices of a row, without padding codes. */
+  /** The codes of a row, without padding codes. */
   codes(row, out = allocate(Uint8Array, this.inFeatures)) {
     const words = this.rowWords(row);
     const { bits } = this.codebook;
@@ -1103,25 +1108,37 @@ export class Layer {
     return out;
   }
 
+  /** The indices of a row [RSV-512]: each begins with its own code and goes on with those behind it, around the row. */
+  indices(row, out = allocate(Uint16Array, this.inFeatures)) {
+    const codes = this.codes(row);
+    const { bits, window } = this.codebook;
+    const mask = 2 ** window - 1;
+    const n = this.inFeatures;
+    for (let j = 0; j < n; j++) {
+      let index = codes[j];
+      for (let have = bits, k = j + 1; have < window; have += bits, k++) index |= codes[k % n] << have;
+      out[j] = index & mask;
+    }
+    return out;
+  }
+
   /** A row of W_rot, exactly [RSV-720]: the product of two f32 is exact in binary64, so it is rounded once. */
   rotatedRow(row, out = allocate(Float32Array, this.inFeatures)) {
     return this.#rows(row, row + 1).fill(row, out);
   }
 
-  // What the loops below share: tables made once for many rows.
+  // What the loops below share, made once for many rows.
   #rows(first, last) {
     this.#checkRow(first);
     if (last < first || last > this.rows) throw new RangeError(`no row ${last}`);
     const centroids = Float64Array.from(this.codebook.centroids());
     const scales = this.scales();
-    const codes = allocate(Uint8Array, this.inFeatures);
-    const table = new Float32Array(256);
+    const indices = allocate(Uint16Array, this.inFeatures);
     return {
       fill: (row, out) => {
         const scale = scales[row];
-        for (let c = 0; c < centroids.length; c++) table[c] = Math.fround(scale * centroids[c]);
-        this.codes(row, codes);
-        for (let j = 0; j < codes.length; j++) out[j] = table[codes[j]];
+        this.indices(row, indices);
+        for (let j = 0; j < indices.length; j++) out[j] = Math.fround(scale * centroids[indices[j]]);
         return out;
       },
     };
@@ -1739,9 +1756,10 @@ export function verify(file) {
     end = blob.offset + blob.nbytes;
     if (sha256(file.blobBytes(blob)) !== blob.sha256) fault("blob_digest_mismatch", "its SHA-256 differs");
     if (blob.kind === "codebook") {
+      const { bits, window } = file.codebooks[blob.entry];
       const c = file.codebooks[blob.entry].centroids();
       checkFinite(c, fault);
-      for (let i = 1; i < c.length; i++) if (!(c[i - 1] < c[i])) fault("codebook_order", `centroid ${i}`);
+      for (let i = 1; window === bits && i < c.length; i++) if (!(c[i - 1] < c[i])) fault("codebook_order", `centroid ${i}`);
     } else if (blob.kind === "diagonal") {
       const t = file.transforms[blob.entry];
       if (t.diagonalKind === "signs") {
@@ -1772,7 +1790,7 @@ function checkFinite(values, fault) {
 function verifyLayer(layer, fault) {
   const { bytes } = layer.file;
   const { offset, parts } = layer.blob;
-  if (!allZero(bytes, offset + parts.indicesNbytes, offset + parts.scalesAt)) {
+  if (!allZero(bytes, offset + parts.codesNbytes, offset + parts.scalesAt)) {
     fault("padding_nonzero", "before the scales");
   }
   if (parts.biasAt !== null && !allZero(bytes, offset + parts.scalesAt + 4 * layer.rows, offset + parts.biasAt)) {

@@ -61,13 +61,13 @@ assert.deepEqual(
   write({
     layers: [{
       name: "mlp.up", in_features: 6, out_features: 2, stack: 1,
-      codebook: { bits: 2, data: file.blobBytes(book.blob) },
+      codebook: { bits: 2, window: 2, data: file.blobBytes(book.blob) },
       transform: {
         dim: 6, hadamard: 2,
         diagonal: { kind: "signs", data: file.blobBytes(transform.diagonalBlob) },
         factor: { kind: "hartley" },
       },
-      indices: Uint8Array.of(...layer.codes(0), ...layer.codes(1)),
+      codes: Uint8Array.of(...layer.codes(0), ...layer.codes(1)),
       scales: new Uint8Array(layer.scales().buffer, layer.scales().byteOffset, 8),
       bias: { dtype: "f16", data: Uint8Array.of(0x00, 0x34, 0x00, 0xbc) },
     }],
@@ -91,13 +91,13 @@ for (const [m, n, factor] of [
   const dim = m * n;
   const q = m > 1 ? rsv.haarMatrix(m, 9007199254740991) : null;
   const rows = 6;
-  const indices = Uint8Array.from({ length: rows * dim }, () => Math.floor(Math.random() * 2 ** bits));
+  const codes = Uint8Array.from({ length: rows * dim }, () => Math.floor(Math.random() * 2 ** bits));
   const d = normal(dim).map((v) => v + Math.sign(v) * 0.1);
   const centroids = normal(2 ** bits).sort();
   const bytes = write({
     layers: [{
       name: "x", in_features: dim, out_features: 3, stack: 2,
-      codebook: { bits, data: f32Bytes(centroids) },
+      codebook: { bits, window: bits, data: f32Bytes(centroids) },
       transform: {
         dim, hadamard: n, diagonal: { kind: "values", data: f32Bytes(d) },
         factor: factor && {
@@ -106,11 +106,11 @@ for (const [m, n, factor] of [
           ...(factor === "haar" && { seed: 9007199254740991, data: f32Bytes(rsv.witnessOf(q, m)) }),
         },
       },
-      indices, scales: f32Bytes(normal(rows)), bias: { dtype: "f32", data: f32Bytes(normal(rows)) },
+      codes, scales: f32Bytes(normal(rows)), bias: { dtype: "f32", data: f32Bytes(normal(rows)) },
     }],
   });
   const got = rsv.open(bytes).layers[0];
-  for (let r = 0; r < rows; r++) assert.deepEqual(got.codes(r), indices.slice(r * dim, (r + 1) * dim));
+  for (let r = 0; r < rows; r++) assert.deepEqual(got.codes(r), codes.slice(r * dim, (r + 1) * dim));
   const F = (j, k) => factor === null ? +(j === k) : factor === "hartley"
     ? Math.fround((Math.cos((2 * Math.PI * ((j * k) % m)) / m) + Math.sin((2 * Math.PI * ((j * k) % m)) / m)) / Math.sqrt(m))
     : q[j * m + k];
@@ -188,6 +188,20 @@ const manyNames = Array.from({ length: 1000 }, (_, i) => `"${i}":0`);
 assert.equal(jsonCode(`{${manyNames}}`), null);
 assert.equal(jsonCode(`{${manyNames},"7":1}`), "json_duplicate_key");
 assert.equal(canonicalJson(json('{"\u{1f600}":"\\u000f\\/\\u00e9","\uffff":[1,true,null],"a":{}}')), '{"a":{},"\u{1f600}":"\\u000f/é","\uffff":[1,true,null]}');
+
+// windows against RSV-512, a bit at a time; rows shorter than a window too
+for (const [width, window, dim] of [[1, 16, 1], [1, 16, 37], [2, 5, 4], [3, 8, 33], [4, 12, 2], [7, 8, 5], [8, 16, 3]]) {
+  const codes = Uint8Array.from({ length: dim }, () => Math.floor(Math.random() * 2 ** width));
+  const book = { bits: width, window, data: f32Bytes(normal(2 ** window)) };
+  const entry = { name: "w", in_features: dim, out_features: 1, stack: 1, codebook: book, transform: null, bias: null };
+  const [got] = rsv.open(write({ layers: [{ ...entry, codes, scales: f32Bytes([0.5]) }] })).layers;
+  const bit = (p) => (codes[Math.floor(p / width) % dim] >> (p % width)) & 1;
+  const index = (j) => Array.from({ length: window }, (_, i) => bit(j * width + i) << i).reduce((a, b) => a | b);
+  const want = Array.from(codes, (_, j) => index(j));
+  assert.deepEqual([...got.indices(0)], want);
+  const centroids = got.codebook.centroids();
+  assert.deepEqual([...got.rotatedRow(0)], want.map((i) => Math.fround(0.5 * centroids[i])));
+}
 
 // a header of random mutations, its digest set right: only codes come out
 const text = new TextDecoder().decode(tiny.subarray(64, 878));

@@ -50,13 +50,13 @@ function compareCodePoints(a, b) {
 const byName = (items) => [...items].sort((a, b) => compareCodePoints(a.name, b.name));
 
 /** Packs codes, row after row, into the bytes of RSV-510. */
-export function packIndices(codes, rows, inFeatures, bits) {
+export function packCodes(codes, rows, inFeatures, bits) {
   const rowNbytes = Math.ceil(inFeatures / 32) * bits * 4;
   const out = new Uint8Array(rows * rowNbytes);
   for (let row = 0, from = 0; row < rows; row++) {
     for (let j = 0, p = row * rowNbytes * 8; j < inFeatures; j++, from++, p += bits) {
       const code = codes[from];
-      if (!(code < 2 ** bits)) throw new RangeError(`row ${row}, column ${j}: ${code} is no index of ${bits} bits`);
+      if (!(code < 2 ** bits)) throw new RangeError(`row ${row}, column ${j}: ${code} is no code of ${bits} bits`);
       const at = Math.floor(p / 8);
       const shifted = code << p % 8;
       out[at] |= shifted;
@@ -69,9 +69,9 @@ export function packIndices(codes, rows, inFeatures, bits) {
 /**
  * The canonical file of a content. All data are Uint8Array of little-endian elements:
  *
- *     layers: [{name, in_features, out_features, stack, codebook: {bits, data}, transform: null or {dim,
- *               hadamard, diagonal: null or {kind, data}, factor: null or {kind, seed, data}},
- *               indices (one byte a code), scales, bias: null or {dtype, data}}]
+ *     layers: [{name, in_features, out_features, stack, codebook: {bits, window, data}, transform: null or
+ *               {dim, hadamard, diagonal: null or {kind, data}, factor: null or {kind, seed, data}},
+ *               codes (one byte each), scales, bias: null or {dtype, data}}]
  *     tensors: [{name, dtype, shape, data}]      attachments: [{name, media_type, data}]
  *     metadata, extensions: objects, Maps or JsonObjects
  *
@@ -88,7 +88,8 @@ export function write({ layers = [], tensors = [], attachments = [], metadata = 
     if (!positions.has(key)) positions.set(key, shared[table].push({ entry, blobs }) - 1);
     return positions.get(key);
   };
-  const codebookOf = ({ bits, data }) => share("codebooks", { bits, sha256: sha256(data) }, [data]);
+  const codebookOf = ({ bits, window, data }) =>
+    share("codebooks", { bits, window, sha256: sha256(data) }, [data]);
   const transformOf = (transform) => {
     if (transform === null) return null;
     const blobs = [];
@@ -141,12 +142,12 @@ export function write({ layers = [], tensors = [], attachments = [], metadata = 
   const layerBlobs = blobs.filter(({ kind }) => kind === "layer");
   const layerData = layers.map((layer, i) => {
     const { nbytes, parts } = layerBlobs[i];
-    const { name, in_features: width, codebook, indices, scales, bias } = layer;
-    fits(indices.length, parts.rows * width, `${name}: indices`);
+    const { name, in_features: width, codebook, codes, scales, bias } = layer;
+    fits(codes.length, parts.rows * width, `${name}: codes`);
     fits(scales.length, parts.rows * 4, `${name}: scales`);
     if (bias) fits(bias.data.length, parts.biasNbytes, `${name}: bias`);
     const data = new Uint8Array(nbytes);
-    data.set(packIndices(indices, parts.rows, width, codebook.bits));
+    data.set(packCodes(codes, parts.rows, width, codebook.bits));
     data.set(scales, parts.scalesAt);
     if (bias) data.set(bias.data, parts.biasAt);
     layerEntries[i].sha256 = sha256(data);
