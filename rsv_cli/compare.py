@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
+from rsv_cli.files import opened_file
 from rsv_cli.options import USUAL_ORDER, Json, MaxOrder, Quiet, RsvFile, Source
 from rsv_cli.session import FAILED, session
 
@@ -71,7 +72,7 @@ def compare(
     with session(as_json):
         import rsv_format
 
-        with rsv_format.open(file, mmap=False) as opened, rsv_format.open_source(source, tokenizer=False) as model:
+        with opened_file(file) as opened, rsv_format.open_source(source, tokenizer=False) as model:
             with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
                 rsv_format.verify(opened, progress=told)
             with terminal.progress("comparing", quiet=quiet) as told:

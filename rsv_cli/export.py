@@ -17,7 +17,7 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.files import tell_leftovers
+from rsv_cli.files import opened_file, tell_leftovers
 from rsv_cli.options import USUAL_ORDER, Force, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import session
 
@@ -82,7 +82,7 @@ def export(
         from rsv_format.outputs import Output, check, write_all
 
         tell_leftovers(output, quiet)
-        with rsv_format.open(file, mmap=False, max_order=max_order) as opened:
+        with opened_file(file, max_order=max_order) as opened:
             items = sorted(_items(opened, dtype), key=lambda item: (-_itemsize(item.dtype), item.name))
             header = _header(items)
             total = sum(item.nbytes for item in items)
@@ -126,11 +126,10 @@ def extract(
     Example: [bold cyan]rsv extract qwen.rsv tokenizer.json -o qwen[/bold cyan]
     """
     with session():
-        import rsv_format
         from rsv_format import RsvError, outputs
 
         tell_leftovers(output / "any", quiet)
-        with rsv_format.open(file, mmap=False) as opened, contextlib.ExitStack() as stack:
+        with opened_file(file) as opened, contextlib.ExitStack() as stack:
             chosen = [_attachment(opened, name) for name in dict.fromkeys(names or opened.attachments)]
             if not chosen:
                 raise RsvError("missing_attachment", str(file), "nothing is attached")

@@ -13,6 +13,7 @@ from rich.bar import Bar
 from rich.text import Text
 
 from rsv_cli import describe, terminal
+from rsv_cli.files import opened_file
 from rsv_cli.options import USUAL_ORDER, Json, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import FAILED, error_object, report, session
 
@@ -55,10 +56,9 @@ def info(
     Example: [bold cyan]rsv info model.rsv[/bold cyan]
     """
     with session(as_json):
-        import rsv_format
         from rsv_format.summary import summarize
 
-        with rsv_format.open(file, mmap=False) as opened:
+        with opened_file(file) as opened:
             summary = summarize(opened)
             if as_json:
                 terminal.write_json(_info_tree(file, opened, summary))
@@ -86,7 +86,7 @@ def verify(
 
         started = time.perf_counter()
         with (
-            rsv_format.open(file, mmap=False, max_order=max_order) as opened,
+            opened_file(file, max_order=max_order) as opened,
             terminal.progress("verifying", quiet=quiet, of_bytes=True) as told,
         ):
             faults = rsv_format.verify(opened, collect=not first, progress=told)  # raises the first

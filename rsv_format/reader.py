@@ -65,13 +65,14 @@ def open(source: Source, *, mmap: bool = True, max_order: int | None = None) -> 
         io_error, or any code of the framing, json, schema, reference and extent phases. SPEC section 9.
     """
     stored = _stored(source, mmap)
-    start = bytes(stored.view(0, min(PROLOGUE_NBYTES, stored.nbytes)))
+    read = stored.disk or stored  # no map is touched before the lengths are known to be right
+    start = bytes(read.view(0, min(PROLOGUE_NBYTES, stored.nbytes)))
     prologue = parse_prologue(start, stored.nbytes)
     end = PROLOGUE_NBYTES + prologue.header_nbytes
-    text = bytes(stored.view(PROLOGUE_NBYTES, prologue.header_nbytes))
+    text = bytes(read.view(PROLOGUE_NBYTES, prologue.header_nbytes))
     if header_digest(start, text) != prologue.header_sha256:
         raise RsvError("header_digest_mismatch", "header_sha256", "prologue and header are not what was written")
-    if any(stored.view(end, blobs_start(prologue.header_nbytes) - end)):
+    if any(read.view(end, blobs_start(prologue.header_nbytes) - end)):
         raise RsvError("header_padding_nonzero", f"byte {end}", "the padding after the header must be zero")
     header = parse_header(text)
     check_references(header)
@@ -222,8 +223,8 @@ class File:
         return isinstance(self._stored, _Memory) and isinstance(self._stored.buffer.obj, _mmap.mmap)
 
     def unmapped(self) -> File:
-        """The same file, read instead of touched through its map, if it can be."""
-        return File(self._stored.disk or self._stored, self.header, self.blobs, self.header_nbytes)
+        """The same file, read by its descriptor and not through its map: if it becomes shorter, that is an error."""
+        return File(self._stored.disk or self._stored, self.header, self.blobs, self.header_nbytes, self.max_order)
 
     @property
     def _stored(self) -> _Memory | _Disk:

@@ -53,7 +53,7 @@ def verify(
         anything else: its factors take longer than `max_order` allows.
     """
     if not isinstance(source, File):
-        with open(source, mmap=False, max_order=max_order) as file:
+        with open(source, max_order=max_order) as file:
             return verify(file, collect=collect, progress=progress)
     source.check_order(source.factors_work, "transforms")
     faults = []

@@ -113,6 +113,7 @@ class _Job:
     threads: int | None
 
     def __post_init__(self) -> None:
+        rsv_format.QuantizeOptions(include=self.include, exclude=self.exclude)  # refuses strings
         self.table_bits = rsv_format.table_bits(self.embedding_bits, self.bits)
         for bits in (self.bits, self.table_bits):
             if bits is not None:  # refuses bad arguments before any work
@@ -123,10 +124,12 @@ class _Job:
         self.shapes: dict[str, tuple[int, ...]] = {}
         leaves: Any = self.model.leaf_modules()  # type: ignore[no-untyped-call]
         modules: list[tuple[str, Any]] = tree_flatten(leaves, is_leaf=Module.is_module)  # type: ignore
+        candidates = {path: bits for path, module in modules if (bits := self._bits_of(path, module)) is not None}
+        self._refuse_idle("include", self.include, candidates)
+        self._refuse_idle("exclude", self.exclude, dict(modules))
         for path, module in modules:
-            bits = self._bits_of(path, module)
-            if bits is not None and self._chosen(path):
-                self.layer_bits[path], self.shapes[path] = bits, weight_shape(module) or ()
+            if path in candidates and self._chosen(path):
+                self.layer_bits[path], self.shapes[path] = candidates[path], weight_shape(module) or ()
         if not self.shapes:
             raise RsvError("bad_argument", type(self.model).__name__, "no layer of it is chosen")
         self.groups = [part for group in rsv_format.share_groups(self.shapes) for part in self._same_width(group)]
@@ -206,6 +209,12 @@ class _Job:
         if bits is None or not wanted:
             return None
         return max(bits, wanted.get("bits", bits)) if isinstance(wanted, dict) else bits
+
+    def _refuse_idle(self, option: str, patterns: Sequence[str], paths: Iterable[str]) -> None:
+        """A pattern that matches nothing is a mistake; what is kept anyway may be excluded."""
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+                raise RsvError("bad_argument", option, f"{pattern!r} matches no layer")
 
     def _chosen(self, path: str) -> bool:
         def matches(patterns: Iterable[str]) -> bool:

@@ -117,6 +117,7 @@ def quantize(
     given = _given_importance(chosen.importance)
     with _opened(source, tokenizer) as opened:
         job = _Job(opened, chosen, given, threads, progress or _silent)
+        inputs += [file.path for file in opened.files]
         check(out, RSV_FILE, inputs=inputs, force=force, nbytes=job.least_nbytes())
         job.measure()
         with job.write(out, force) as file:

@@ -1,0 +1,230 @@
+"""How a command ends: by signals, full devices, files that shrink under it; and what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from typer.testing import CliRunner
+
+import rsv_format
+from rsv_cli.app import app
+from rsv_cli.session import scratch
+from rsv_format import RsvError
+from rsv_format.sources.imatrix import save_imatrix
+
+RSV = [sys.executable, "-m", "rsv_cli"]
+ROOT = Path(__file__).resolve().parents[1]
+
+# a command that is slow to clean up: the first signal finds it in its body, the second in what comes after
+CHILD = """
+import os, sys, tempfile, time
+from rsv_cli.session import scratch, session
+from rsv_format import outputs
+if hasattr(os, "O_TMPFILE"):
+    del os.O_TMPFILE  # with a hidden name, as on most systems
+out, slow = sys.argv[1], sys.argv[2] == "slow"
+with session(), scratch():
+    try:
+        tempfile.mkdtemp()
+        with outputs.Output(out) as output:
+            output.open(10**6)
+            print("body", flush=True)
+            time.sleep(60)
+    except BaseException:
+        print("after", flush=True)
+        while slow:
+            time.sleep(1)
+        raise
+"""
+
+
+@pytest.mark.parametrize("pace", ["quick", "slow"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_signals_leave_nothing(tmp_path: Path, name: str, pace: str) -> None:
+    number = getattr(signal, name)
+    out, temporary = tmp_path / "out", tmp_path / "tmp"
+    out.mkdir()
+    temporary.mkdir()
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, out / "a", pace], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        preexec_fn=lambda: (signal.signal(number, signal.SIG_DFL), None)[1],  # a background job ignores some
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"body\n"
+    assert len(os.listdir(out)) == len(os.listdir(temporary)) == 1
+    child.send_signal(number)
+    assert child.stdout.readline() == b"after\n"
+    if pace == "slow":
+        child.send_signal(signal.SIGINT)
+    output, complaint = child.communicate(timeout=30)
+    assert (child.returncode, output) == (128 + number, b"")
+    assert complaint == (b"interrupted\n" if name == "SIGINT" else b"stopped\n")
+    assert os.listdir(out) == os.listdir(temporary) == []
+
+
+def test_temporary_files_of_a_command_lie_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    with pytest.raises(ZeroDivisionError), scratch():
+        first, second = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp())
+        assert first.parent == second.parent != tmp_path and first.parent.parent == tmp_path
+        assert os.environ["TMPDIR"] == str(first.parent)  # for other processes
+        raise ZeroDivisionError
+    assert os.listdir(tmp_path) == [] and os.environ["TMPDIR"] == str(tmp_path)
+
+
+def test_no_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    with pytest.raises(RsvError) as e, scratch():
+        pass
+    assert e.value.code == "io_error" and e.value.where == "TMPDIR"
+    monkeypatch.undo()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    with pytest.raises(RsvError) as e, scratch():
+        pass
+    assert e.value.code == "io_error" and e.value.where == "TMPDIR"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["quantize", "--help"], ["info"], ["info", "--json"]])
+def test_a_full_device(tmp_path: Path, arguments: list[str]) -> None:
+    rsv_format.write(tmp_path / "a.rsv")
+    command = [*RSV, *arguments, *([str(tmp_path / "a.rsv")] if arguments[0] == "info" else [])]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False, cwd=ROOT)
+        assert done.returncode == 1
+        assert done.stderr.startswith(b"error[io_error] ") and done.stderr.count(b"\n") == 1, done.stderr
+        done = subprocess.run(command, stdout=full, stderr=full, check=False, cwd=ROOT)
+        assert done.returncode == 1
+
+
+# ---- files that become shorter, or are written to, while a command reads them
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    layer = rsv_format.quantize_matrix(np.random.default_rng(0).standard_normal((300, 300)), name="a")
+    attachments = {"b.txt": rsv_format.AttachmentData("text/plain", bytes(10**5))}
+    tensors = {"t": rsv_format.TensorData("f32", np.zeros(10**5, np.float32))}
+    rsv_format.write(tmp_path / "a.rsv", layers=[layer], tensors=tensors, attachments=attachments)
+    return tmp_path / "a.rsv"
+
+
+@contextlib.contextmanager
+def after_opening(monkeypatch: pytest.MonkeyPatch, action: Callable[[], Any]) -> Iterator[None]:
+    """Something happens to a file once it has been opened."""
+    opened, once = rsv_format.open, [action]
+
+    def opening(*arguments: Any, **options: Any) -> rsv_format.File:
+        file = opened(*arguments, **options)
+        while once:
+            once.pop()()
+        return file
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rsv_format, "open", opening)
+        yield
+    assert not once
+
+
+COMMANDS = {
+    "verify": ["verify"], "info": ["info", "--json"], "export": ["export", "-o", "out"],
+    "extract": ["extract", "-o", "out"], "compare": ["compare", "source.safetensors"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_file_that_shrinks_under_a_command(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    save_file({"a.weight": np.ones((300, 300), np.float32)}, tmp_path / "source.safetensors")
+    monkeypatch.chdir(tmp_path)
+    command = [*COMMANDS[name], str(file)]
+    with rsv_format.open(file) as opened:
+        start = opened.blobs[0].offset
+    with after_opening(monkeypatch, lambda: os.truncate(file, start)):
+        result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1 and "io_error" in result.output and "shorter" in result.output, result.output
+    assert sorted(os.listdir(tmp_path)) == ["a.rsv", "source.safetensors"]
+
+
+@pytest.mark.parametrize("name", ["export", "compare"])
+def test_a_file_that_is_written_to_under_a_command(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    tensors = {"a.weight": np.ones((300, 300), np.float32), "t": np.zeros(10**5, np.float32)}
+    save_file(tensors, tmp_path / "source.safetensors")
+    monkeypatch.chdir(tmp_path)
+    os.utime(file, ns=(0, 0))
+    command = [*COMMANDS[name], str(file)]
+    with after_opening(monkeypatch, lambda: file.write_bytes(file.read_bytes())):
+        result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1 and "was changed" in result.stderr
+    assert sorted(os.listdir(tmp_path)) == ["a.rsv", "source.safetensors"]
+
+    with after_opening(monkeypatch, lambda: os.replace(_copy(file), file)):
+        result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output  # another file took its name; the one that was opened is as it was
+
+
+def _copy(path: Path) -> Path:
+    other = path.with_name("other")
+    other.write_bytes(b"another file")
+    return other
+
+
+# ---- what is noticed before a model is loaded
+
+
+def test_calibrate_looks_before_it_loads(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(name: str) -> Any:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("rsv_cli.calibrate.mlx_module", load)
+    text = tmp_path / "t.txt"
+    text.write_text("Some text. " * 100)
+    weights = tmp_path / "model.safetensors"
+    save_file({"a.weight": np.ones((4, 4), np.float32)}, weights)
+    save_imatrix(tmp_path / "i.gguf", {"a": (np.ones(4), 1)})
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for model, output, words in (
+        (file, tmp_path / "none" / "i.gguf", "No such file"),
+        (file, text, "input"),
+        (file, file, "input"),
+        (tmp_path, weights, "input"),
+        (file, weights, "a model that is not RSV"),
+        (file, tmp_path / "t.txt", "input"),
+        (file, os.devnull, "not a regular file"),
+    ):
+        for force in ([], ["--force"]):
+            result = CliRunner().invoke(app, ["calibrate", str(model), "-t", str(text), "-o", str(output), *force])
+            assert result.exit_code in (1, 2) and words in result.stderr, (output, result.output)
+    result = CliRunner().invoke(
+        app, ["calibrate", str(file), "-t", str(tmp_path / "no.txt"), "-o", str(tmp_path / "i")]
+    )
+    assert result.exit_code == 1 and "no.txt" in result.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    result = CliRunner().invoke(app, ["calibrate", str(file), "-t", str(text), "-o", str(tmp_path / "i.gguf")])
+    assert "the model was loaded" in str(result.exception) + result.output  # a new matrix may replace an old one
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read all")
+def test_inputs_that_cannot_be_read(file: Path) -> None:
+    file.chmod(0)
+    result = CliRunner().invoke(app, ["info", str(file)])
+    assert result.exit_code == 1 and "Permission denied" in result.stderr
