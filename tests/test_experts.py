@@ -69,6 +69,19 @@ def test_square_experts_lie_as_their_gates_do() -> None:
     assert np.array_equal(found[f"{OWNER}.experts.down_proj.weight"].read(), down.swapaxes(1, 2))
 
 
+@pytest.mark.parametrize("experts", [0, 4])
+def test_the_mlp_of_a_granite_without_experts_is_split_as_well(experts: int) -> None:
+    names = [f"model.layers.0.shared_mlp.{part}_linear.weight" for part in ("input", "output")]
+    config = {"model_type": "granitemoehybrid", "num_local_experts": experts}
+    found = stack_experts(source(config, **dict(zip(names, (GATE_UP[0], DOWN[0]), strict=True)))).tensors
+    if experts:  # there mlx-lm's module has the fused matrix
+        assert list(found) == names
+        return
+    assert np.array_equal(found["model.layers.0.mlp.gate_proj.weight"].read(), GATE_UP[0, :MIDDLE])
+    assert np.array_equal(found["model.layers.0.mlp.up_proj.weight"].float32(), GATE_UP[0, MIDDLE:])
+    assert np.array_equal(found["model.layers.0.mlp.down_proj.weight"].read(), DOWN[0])
+
+
 @pytest.mark.parametrize("end", ["_bias", ".bias"])
 def test_fused_biases_are_split_as_the_rows_are(end: str) -> None:
     biases = {f"{OWNER}.experts.gate_up_proj{end}": normal(3, 8), f"{OWNER}.experts.down_proj{end}": normal(3, 6)}

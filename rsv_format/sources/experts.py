@@ -28,6 +28,7 @@ class _Family:
     parts: Mapping[str, str] = field(default_factory=lambda: {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"})
     interleaved: bool = False  # rows of gate and up, where these are fused
     owners: tuple[str, str] = ("", "")  # the end of an owner's name, and what comes instead
+    dense: bool = False  # gate and up are fused in a single MLP, shared_mlp, that mlx-lm calls mlp
 
 
 _FAMILIES: dict[str, _Family] = {
@@ -81,7 +82,10 @@ def stack_experts(source: Source) -> Source:
 def _family(config: Mapping[str, Any]) -> _Family | None:
     """That of the model, or of the language model within."""
     known = (_FAMILIES.get(str(part.get("model_type"))) for part in (config, _text(config)))
-    return next((family for family in known if family is not None), None)
+    family = next((family for family in known if family is not None), None)
+    if family is not None and config.get("model_type") == "granitemoehybrid" and not config.get("num_local_experts"):
+        return replace(family, dense=True)
+    return family
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -151,23 +155,27 @@ def _split(tensors: Tensors, family: _Family) -> Tensors:
     """The tensors with stacks of gate, up and down in the place of fused ones.
 
     The shapes say which way these lie, gate_up (n, 2 m, d) with down (n, d, m) or gate_up (n, d, 2 m) with
-    down (n, m, d): no two shapes are both. What is neither stays as it is.
+    down (n, m, d): no two shapes are both. What is neither stays as it is. A single MLP lies the first way, without n.
     """
     made = dict(tensors)
     for name, fused in tensors.items():
         match = _FUSED.fullmatch(name)
         down = tensors.get(name.replace("gate_up_proj", "down_proj").replace("input_linear", "output_linear"))
-        if match is None or down is None or len(fused.shape) != 3 or len(down.shape) != 3:
+        axes = len(fused.shape)
+        if match is None or down is None or len(down.shape) != axes or axes not in ((2, 3) if family.dense else (3,)):
             continue
-        turned = fused.shape == (down.shape[0], down.shape[2], 2 * down.shape[1])
-        if not turned and fused.shape != (down.shape[0], 2 * down.shape[2], down.shape[1]):
+        *count, a, b = down.shape
+        turned = axes == 3 and fused.shape == (*count, b, 2 * a)
+        if not turned and fused.shape != (*count, 2 * b, a):
             continue
-        middle = down.shape[1 if turned else 2]
+        middle = a if turned else b
         gate, up = (slice(0, middle), slice(middle, None))
         if family.interleaved:
             gate, up = slice(0, None, 2), slice(1, None, 2)
         for whole, part, rows in ((fused, "gate_proj", gate), (fused, "up_proj", up), (down, "down_proj", slice(None))):
             place = _place(match["owner"], part, family)
+            if axes == 2:
+                place = f"{match['owner'].removesuffix('shared_mlp')}mlp.{part}"
             made.pop(whole.name, None)
             made[f"{place}.weight"] = _cut(f"{place}.weight", whole, rows, turned)
             layer = whole.name.removesuffix(".weight")
@@ -179,18 +187,24 @@ def _split(tensors: Tensors, family: _Family) -> Tensors:
 
 
 def _cut(name: str, whole: SourceTensor, rows: slice, turned: bool) -> SourceTensor:
-    """Some rows of each of the matrices of a stack, or of their biases; the matrices may lie turned."""
+    """Some rows of a matrix or of each in a stack, or of biases; matrices may lie turned."""
 
     def cut(array: Array) -> Array:
-        return np.ascontiguousarray((array.swapaxes(1, 2) if turned else array)[:, rows])
+        array = array.swapaxes(-1, -2) if turned else array
+        return array[..., rows] if name.endswith(".bias") else array[..., rows, :]
 
-    shape = (np.broadcast_to(0, whole.shape).swapaxes(1, 2) if turned else np.broadcast_to(0, whole.shape))[:, rows]
-    return _derived(name, whole, shape.shape, cut)
+    return _derived(name, whole, cut)
 
 
-def _derived(name: str, whole: SourceTensor, shape: tuple[int, ...], cut: Callable[[Array], Array]) -> SourceTensor:
-    """A part of a tensor, which is known by the name of the whole, too."""
-    part = SourceTensor(name, whole.dtype, shape, lambda: cut(whole.read()), lambda: cut(whole.float32()))
+def _derived(name: str, whole: SourceTensor, cut: Callable[[Array], Array]) -> SourceTensor:
+    """What a view of a tensor shows, which is known by the name of the whole, too."""
+    part = SourceTensor(
+        name,
+        whole.dtype,
+        cut(np.broadcast_to(np.uint8(0), whole.shape)).shape,
+        lambda: np.ascontiguousarray(cut(whole.read())),
+        lambda: np.ascontiguousarray(cut(whole.float32())),
+    )
     return replace(part, experts=(replace(part, name=whole.name),))
 
 
@@ -204,16 +218,16 @@ def _separated(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
         if match is None or type(count) is not int or len(whole.shape) != 2 or count < 1 or whole.shape[0] % count:
             made[name] = whole
             continue
-        height, width = whole.shape[0] // count, whole.shape[1]
+        height = whole.shape[0] // count
         turned = match["part"] == "w2"
         for i in range(count):
             rows = slice(i * height, (i + 1) * height)
 
             def cut(array: Array, rows: slice = rows, turned: bool = turned) -> Array:
-                return np.ascontiguousarray(array[rows].T if turned else array[rows])
+                return array[rows].T if turned else array[rows]
 
             apart = f"{match['owner']}.{i}.{match['part']}.weight"
-            made[apart] = _derived(apart, whole, (width, height) if turned else (height, width), cut)
+            made[apart] = _derived(apart, whole, cut)
     return made
 
 
@@ -226,8 +240,7 @@ def _converted(tensors: Tensors, tied: bool) -> Tensors:
         if name.endswith(_QWEN3_NEXT_NORMS) and len(tensor.shape) == 1:
             made[name] = _plus_one(tensor)
         elif "conv1d.weight" in name and len(tensor.shape) == 3 and tensor.shape[-1] != 1:
-            a, b, c = tensor.shape
-            made[name] = replace(_derived(name, tensor, (a, c, b), lambda x: np.moveaxis(x, 2, 1).copy()), experts=())
+            made[name] = replace(_derived(name, tensor, lambda x: np.moveaxis(x, 2, 1)), experts=())
         else:
             made[name] = tensor
     return made
