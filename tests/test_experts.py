@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import rsv_format
 from rsv_format import Source, SourceTensor
@@ -146,6 +147,22 @@ def test_qwen3_next_is_converted_once() -> None:
     assert convolution.shape == (6, 4, 1)
     again = stack_experts(stacked).tensors
     assert all(again[name] is tensor for name, tensor in stacked.tensors.items())
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_experts_of_a_file_are_read_one_by_one(tmp_path: Path, turned: bool, dtype: Any) -> None:
+    axes = (0, 2, 1) if turned else (0, 1, 2)
+    tensors = {f"{OWNER}.experts.{name}_proj": np.ascontiguousarray(x.transpose(axes).astype(dtype))
+               for name, x in (("gate_up", GATE_UP), ("down", DOWN))}  # fmt: skip
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5_moe"}')
+    with rsv_format.open_source(tmp_path) as opened:
+        found = opened.tensors[f"{OWNER}.switch_mlp.up_proj.weight"]
+        wanted = GATE_UP[:, MIDDLE:].astype(dtype)
+        assert np.array_equal(found.read(), wanted) and np.array_equal(found.float32(), wanted.astype(np.float32))
+        assert [(x.name, x.shape) for x in found.experts] == [(f"{OWNER}.experts.gate_up_proj", (MIDDLE, WIDTH))] * 3
+        assert np.array_equal(found.experts[1].float32(), wanted[1].astype(np.float32))
 
 
 # importance of experts

@@ -38,7 +38,8 @@ class SourceTensor:
     `dtype` is the RSV name of the dtype it is kept in, `read` returns that form (bfloat16 as uint16 bit
     patterns) and `float32` the same values as dense float32, both of shape `shape`.  Either raises RsvError
     `source_invalid` when the file does not hold what its header said.  `experts` are the tensors of which a stack
-    is made, by their own names, where the checkpoint keeps them apart.
+    is made, by their own names, where the checkpoint keeps them apart.  `rows` gives entries start to stop of the
+    first axis as a tensor that is read alone, where that can be.
     """
 
     name: str
@@ -47,6 +48,7 @@ class SourceTensor:
     read: Callable[[], Array]
     float32: Callable[[], Floats]
     experts: tuple[SourceTensor, ...] = ()
+    rows: Callable[[int, int], SourceTensor] | None = None
 
 
 class SourceFile:

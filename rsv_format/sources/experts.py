@@ -193,7 +193,10 @@ def _cut(name: str, whole: SourceTensor, rows: slice, turned: bool) -> SourceTen
         array = array.swapaxes(-1, -2) if turned else array
         return array[..., rows] if name.endswith(".bias") else array[..., rows, :]
 
-    return _derived(name, whole, cut)
+    if whole.rows is None or len(whole.shape) != 3:
+        return _derived(name, whole, cut)
+    apart = (whole.rows(i, i + 1) for i in range(whole.shape[0]))
+    return _stack(name, [_derived(whole.name, one, lambda array: cut(array)[0]) for one in apart])
 
 
 def _derived(name: str, whole: SourceTensor, cut: Callable[[Array], Array]) -> SourceTensor:
@@ -222,12 +225,13 @@ def _separated(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
         turned = match["part"] == "w2"
         for i in range(count):
             rows = slice(i * height, (i + 1) * height)
+            part = whole if whole.rows is None else whole.rows(rows.start, rows.stop)
 
-            def cut(array: Array, rows: slice = rows, turned: bool = turned) -> Array:
+            def cut(array: Array, rows: slice = rows if part is whole else slice(None), turned: bool = turned) -> Array:
                 return array[rows].T if turned else array[rows]
 
             apart = f"{match['owner']}.{i}.{match['part']}.weight"
-            made[apart] = _derived(apart, whole, cut)
+            made[apart] = _derived(apart, part, cut)
     return made
 
 

@@ -8,6 +8,7 @@ names, dtypes and shapes, and the bytes are read here: it guarantees that the te
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,15 @@ def read_file(file: SourceFile) -> dict[str, SourceTensor]:
 
 def _tensor(file: SourceFile, name: str, dtype: str, shape: tuple[int, ...], offset: int) -> SourceTensor:
     table = scaled.TABLES.get(dtype)
-    read = partial(
-        file.read, np.uint8 if table is not None else NUMPY_DTYPE[dtype], shape, offset, f"{file.path}: {name}"
-    )
+    stored = np.dtype(np.uint8) if table is not None else NUMPY_DTYPE[dtype]
+    read = partial(file.read, stored, shape, offset, f"{file.path}: {name}")
     if table is None:
-        return dense_tensor(name, dtype, shape, read)
+
+        def rows(start: int, stop: int) -> SourceTensor:
+            skipped = start * math.prod(shape[1:]) * stored.itemsize
+            return _tensor(file, name, dtype, (stop - start, *shape[1:]), offset + skipped)
+
+        return replace(dense_tensor(name, dtype, shape, read), rows=rows if shape else None)
 
     def float32() -> Floats:
         values: Floats = table[read()]
