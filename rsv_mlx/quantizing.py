@@ -33,6 +33,7 @@ def quantize_model(
     *,
     bits: int = 4,
     codebook: str = "lloyd-max",
+    window: int | None = None,
     rotation: str = "hartley",
     importance: Mapping[str, Floats] | str | None = "auto",
     seed: int = 0,
@@ -54,7 +55,7 @@ def quantize_model(
         With nn.Linear, mlx-lm's SwitchLinear, nn.Embedding, or MLX's quantized forms of them; other modules,
         the routers of a mixture of experts, and layers that are packed already stay as they are. What the model's
         own `quant_predicate` leaves out stays too, and what it wants to have 8 bits has so many.
-    bits, codebook, rotation, seed, threads
+    bits, codebook, window, rotation, seed, threads
         As `rsv_format.quantize_matrix`.
     importance : mapping, "auto" or None
         Layer's path -> mean squared activations, floating (in_features,) or one row for each expert. Layers
@@ -72,12 +73,12 @@ def quantize_model(
     Raises
     ------
     RsvError
-        bad_argument, importance_mismatch: nothing was changed. nonfinite_weight, naming the layer: it and
-        those after it were not changed.
+        bad_argument, importance_mismatch, missing_dependency: nothing was changed. nonfinite_weight, naming the
+        layer: it and those after it were not changed.
     """
     if isinstance(importance, str) and importance != "auto":
         raise RsvError("bad_argument", "importance", f"{importance!r} is neither 'auto' nor a mapping")
-    job = _Job(model, bits, codebook, rotation, seed, embedding_bits, include, exclude, threads)
+    job = _Job(model, bits, codebook, window, rotation, seed, embedding_bits, include, exclude, threads)
     if isinstance(importance, str):
         job.weigh(random_importance(model, seed))
     elif importance is not None:
@@ -105,6 +106,7 @@ class _Job:
     model: Module
     bits: int
     codebook: str
+    window: int | None
     rotation: str
     seed: int
     embedding_bits: int | str | None
@@ -118,8 +120,9 @@ class _Job:
         for bits in (self.bits, self.table_bits):
             if bits is not None:  # refuses bad arguments before any work
                 rsv_format.quantize_matrix(
-                    np.ones((1, 1)), bits=bits, codebook=self.codebook, rotation=self.rotation, seed=self.seed
-                )
+                    np.ones((1, 1)), bits=bits, codebook=self.codebook, window=self.window, rotation=self.rotation,
+                    seed=self.seed,
+                )  # fmt: skip
         self.layer_bits: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         leaves: Any = self.model.leaf_modules()  # type: ignore[no-untyped-call]
@@ -167,8 +170,8 @@ class _Job:
         for block in self._blocks(path):
             try:
                 part = rsv_format.quantize_matrix(
-                    block, name=path, bits=self.layer_bits[path], codebook=self.codebook, rotation="none",
-                    transform=stored, threads=self.threads,
+                    block, name=path, bits=self.layer_bits[path], codebook=self.codebook, window=self.window,
+                    rotation="none", transform=stored, threads=self.threads,
                 )  # fmt: skip
             except RsvError as e:
                 first = sum(part.scales.size for part in parts)

@@ -103,8 +103,10 @@ LAYERS = [
 ]
 # within the quantizer, likewise
 QUANTIZER = [
-    {"options": set(), "matrix": set(), "importance": set(), "budget": set(), "decoder": set(), "predicates": set()},
-    {"synthetic": set(), "evaluation": set()},
+    {name: set() for name in ("options", "importance", "decoder", "predicates", "codebooks", "threads")},
+    {"scalar": set(), "viterbi": set(), "synthetic": set(), "budget": set(), "evaluation": set()},
+    {"trellis": set()},
+    {"matrix": set()},
     {"conversion": set()},
 ]
 
@@ -166,6 +168,7 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 
 HEAVY = [
+    "numba",
     "mlx",
     "mlx_lm",
     "gguf",

@@ -14,6 +14,8 @@ import rsv_format
 from rsv_format import EMBEDDING_BITS, RsvError, Source, quantize, quantize_layers, quantize_matrix, table_bits
 from rsv_format.codebook import codebook, distortion
 from rsv_format.quantizer.budget import LEVELS, Demand, spend, weighted_error
+from rsv_format.quantizer.codebooks import WINDOWS
+from rsv_format.quantizer.codebooks import distortion as distortion_of
 from rsv_format.quantizer.matrix import channel_scales, column_squares
 from rsv_format.sources.base import dense_tensor
 
@@ -91,11 +93,13 @@ def test_the_expected_error_is_the_error(bits: int, weighted: bool) -> None:
     assert np.sum(h * difference**2) == pytest.approx(expected, rel=0.15)
 
 
-@pytest.mark.parametrize("kind", ["lloyd-max", "uniform"])
-def test_distortion_is_convex_over_the_levels(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind, window", [("lloyd-max", None), ("uniform", None), *(("trellis", window) for window in WINDOWS)]
+)
+def test_distortion_is_convex_over_the_levels(kind: str, window: int | None) -> None:
     """Or taking the best step first would not be best."""
     levels = LEVELS[kind]
-    d = [distortion(codebook(kind, bits).astype(np.float64)) for bits in levels]
+    d = [distortion_of(kind, bits, window) for bits in levels]
     gains = [(d[i] - d[i + 1]) / (levels[i + 1] - levels[i]) for i in range(len(levels) - 1)]
     assert all(a > b > 0 for a, b in itertools.pairwise(gains))
 

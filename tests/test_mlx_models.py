@@ -34,6 +34,7 @@ KINDS = {
     "hartley": {"rotation": "hartley"},
     "scaled": {"rotation": "hartley", "importance": True},
     "haar": {"rotation": "haar"},
+    "trellis": {"codebook": "trellis"},
 }
 
 

@@ -14,19 +14,10 @@ from strategies import make_transform
 import rsv_format
 from rsv_format import LayerData, RsvError, Transform, quantize_matrix
 from rsv_format.codebook import CODEBOOKS, boundaries, codebook
-from rsv_format.quantizer.matrix import (
-    ROTATIONS,
-    _counter,
-    _nearest,
-    _table,
-    channel_scales,
-    column_squares,
-    quantize_rows,
-    run_threads,
-)
-from rsv_format.quantizer.matrix import (
-    make_transform as transform_for,  # noqa: I001
-)
+from rsv_format.quantizer.matrix import ROTATIONS, channel_scales, column_squares, quantize_rows
+from rsv_format.quantizer.matrix import make_transform as transform_for
+from rsv_format.quantizer.scalar import _counter, _table, nearest
+from rsv_format.quantizer.threads import run_threads
 
 MODULE = sys.modules["rsv_format.quantizer.matrix"]  # the package shows the function of this name
 
@@ -54,14 +45,14 @@ def same(a: LayerData, b: LayerData) -> bool:
 
 @pytest.mark.parametrize("kind", CODEBOOKS)
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_the_nearest_centroid_is_the_nearest(kind: str, bits: int) -> None:
+def test_the_nearest_centroid_is_thenearest(kind: str, bits: int) -> None:
     """Brute force, in float64; on a boundary either neighbour will do."""
     c = codebook(kind, bits)
     edges = boundaries(c)
     near = [np.nextafter(edges, np.float32(sign * 100)) for sign in (-1, 1)]
     extremes = np.array([0, -0.0, 1e-45, -1e-45, 5, -5, 64, -64, 1e4, -1e4], np.float32)
     x = np.concatenate([gauss(bits, 2000), edges, *near, c, extremes, c * 1.01, edges * np.float32(1 + 1e-6)])
-    found = _nearest(c)(x.reshape(1, -1))[0]
+    found = nearest(c)(x.reshape(1, -1))[0]
     distance = np.abs(x.astype(np.float64)[:, None] - c.astype(np.float64))
     best = distance.min(axis=1)
     assert found.dtype == np.uint8 and found.max() < 2**bits
@@ -87,7 +78,7 @@ def test_table_and_counting_agree(kind: str, bits: int) -> None:
 def test_the_index_grows_with_the_value(seed: int, bits: int) -> None:
     x = np.sort(gauss(seed, 300) * np.float32(4))
     for kind in CODEBOOKS:
-        assert (np.diff(_nearest(codebook(kind, bits))(x[None])[0].astype(int)) >= 0).all()
+        assert (np.diff(nearest(codebook(kind, bits))(x[None])[0].astype(int)) >= 0).all()
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------
@@ -488,6 +479,6 @@ def test_weights_of_another_kind(weight: Any) -> None:
 def test_rows_can_be_quantized_alone() -> None:
     w, c = gauss(0, 4, 12), codebook("uniform", 3)
     t = Transform(12, 4, factor="hartley")
-    codes, scales = quantize_rows(w, t, c)
+    codes, scales = quantize_rows(w, t, c, 3)
     data = quantize_matrix(w, bits=3, codebook="uniform", transform=t)
     assert np.array_equal(codes, data.codes) and np.array_equal(scales, data.scales)

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rsv_format.codebook import codebook, distortion
 from rsv_format.errors import RsvError
 from rsv_format.header import Header, build_header
 from rsv_format.layout import row_words
+from rsv_format.quantizer.codebooks import TRELLIS_BITS, distortion
 from rsv_format.validate import walk
 from rsv_format.writer import arrange
 
@@ -36,6 +36,7 @@ Floats = NDArray[np.floating[Any]]
 LEVELS: dict[str, tuple[int, ...]] = {
     "lloyd-max": (2, 3, 4, 5, 6, 7, 8),
     "uniform": (2, 3, 4, 5, 6, 8),  # those for which MLX has kernels
+    "trellis": TRELLIS_BITS[1:],
 }
 
 
@@ -73,7 +74,13 @@ def quantized_nbytes(header: Header) -> int:
 
 
 def spend(
-    demands: Sequence[Demand], *, kind: str, limit: int, size: Callable[[Mapping[str, int]], int], reach: int = 1
+    demands: Sequence[Demand],
+    *,
+    kind: str,
+    limit: int,
+    size: Callable[[Mapping[str, int]], int],
+    window: int | None = None,
+    reach: int = 1,
 ) -> dict[str, int]:
     """Bits for each layer.
 
@@ -86,6 +93,8 @@ def spend(
         Bytes that may be used in all.
     size : callable
         From bits by name to bytes in all: codes and everything else.
+    window : int, optional
+        Of a trellis.
     reach : int
         How many levels above the one that all could have.
 
@@ -103,7 +112,7 @@ def spend(
     even = dict.fromkeys(names, levels[0])
     room = limit - size(even)
     while room > 0:
-        bits = _allocated(demands, kind, levels, room)
+        bits = _allocated(demands, {bits: distortion(kind, bits, window) for bits in levels}, room)
         excess = size(bits) - limit
         if excess <= 0:
             return bits
@@ -111,13 +120,13 @@ def spend(
     return even
 
 
-def _allocated(demands: Sequence[Demand], kind: str, levels: Sequence[int], room: int) -> dict[str, int]:
-    """The greedy allocation of so many bytes of codes beyond the lowest level."""
-    distortions = [distortion(codebook(kind, bits).astype(np.float64)) for bits in levels]
+def _allocated(demands: Sequence[Demand], distortions: Mapping[int, float], room: int) -> dict[str, int]:
+    """The greedy allocation of so many bytes of codes beyond the lowest level, given the distortion at each."""
+    levels = sorted(distortions)
 
     def step(demand: Demand, level: int) -> tuple[float, str, Demand, int, int]:
         nbytes = demand.nbytes(levels[level + 1]) - demand.nbytes(levels[level])
-        gain = demand.error * (distortions[level] - distortions[level + 1])
+        gain = demand.error * (distortions[levels[level]] - distortions[levels[level + 1]])
         return -gain / nbytes, demand.name, demand, level + 1, nbytes
 
     chosen = dict.fromkeys((demand.name for demand in demands), levels[0])

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rsv_format.codebook import codebook as make_codebook
 from rsv_format.errors import RsvError
 from rsv_format.header import (
     NO_DIGEST,
@@ -30,6 +29,7 @@ from rsv_format.header import (
 from rsv_format.layout import BIAS_DTYPES
 from rsv_format.outputs import check
 from rsv_format.quantizer.budget import LEVELS, Demand, quantized_nbytes, spend, weighted_error
+from rsv_format.quantizer.codebooks import centroids
 from rsv_format.quantizer.importance import norm_gains, plain_name, share_groups
 from rsv_format.quantizer.matrix import channel_scales, column_squares, group_transform, make_transform, quantize_matrix
 from rsv_format.quantizer.options import DEFAULT_BITS, IMPORTANCES, Importance, QuantizeOptions, table_bits
@@ -102,7 +102,7 @@ def quantize(
     progress : callable(done, total, name), optional
         Told the weights done, all of them, and the layer at work.
     **options
-        The fields of `QuantizeOptions`: bits, bits_per_weight, embedding_bits, codebook, rotation,
+        The fields of `QuantizeOptions`: bits, bits_per_weight, embedding_bits, codebook, window, rotation,
         persist_rotation, seed, importance, include, exclude.
 
     Raises
@@ -234,7 +234,7 @@ class _Job:
         positions = {layer.name: layer.transform for layer in header.layers}
         with Writer(out, header, force=force) as writer:
             for i, entry in enumerate(header.codebooks):
-                writer.codebook(i, make_codebook(self.options.codebook, entry.bits))
+                writer.codebook(i, self._centroids(entry.bits))
             written: set[int] = set()
             for layer in self.quantized():
                 position = positions[layer.name]
@@ -291,7 +291,7 @@ class _Job:
                 )
         kept = [self.source.tensors[name] for name in self._kept()]
         return Header(
-            tuple(CodebookEntry(bits, bits, NO_DIGEST) for bits in widths),
+            tuple(CodebookEntry(bits, self._window(bits), NO_DIGEST) for bits in widths),
             tuple(transforms),
             tuple(layers),
             tuple(TensorEntry(tensor.name, tensor.dtype, tensor.shape, NO_DIGEST) for tensor in kept),
@@ -320,6 +320,8 @@ class _Job:
             "quantizer.seed": str(self.options.seed),
             "quantizer.importance": self._named_importance(),
         }
+        if self.options.codebook == "trellis":
+            metadata["quantizer.window"] = str(self._window(self.plain_bits))
         if self.options.bits_per_weight is not None:
             metadata["quantizer.bits_per_weight"] = f"{self.options.bits_per_weight:g}"
         return metadata
@@ -329,8 +331,15 @@ class _Job:
         bits = DEFAULT_BITS if self.options.bits is None else self.options.bits
         for one in (bits, table_bits(self.options.embedding_bits, bits)):
             if one is not None:
-                make_codebook(self.options.codebook, one)
+                self._centroids(one)
         return bits
+
+    def _centroids(self, bits: int) -> NDArray[np.float32]:
+        return centroids(self.options.codebook, bits, self.options.window)
+
+    def _window(self, bits: int) -> int:
+        """Bits of an index."""
+        return self._centroids(bits).size.bit_length() - 1
 
     def _table_bits(self) -> dict[str, int]:
         """Embedding tables and heads, if they are to be layers."""
@@ -354,8 +363,8 @@ class _Job:
         def size(bits: Mapping[str, int]) -> int:
             return quantized_nbytes(self._header({**bits, **self.fixed_bits}))
 
-        limit = self._limit(bits_per_weight)
-        bits = spend(self._demands(), kind=self.options.codebook, limit=limit, size=size)
+        limit, kind, window = self._limit(bits_per_weight), self.options.codebook, self.options.window
+        bits = spend(self._demands(), kind=kind, window=window, limit=limit, size=size)
         return bits | self.fixed_bits
 
     def _limit(self, bits_per_weight: float) -> int:
@@ -460,6 +469,7 @@ class _Job:
             name=name,
             bits=self.layer_bits[name],
             codebook=self.options.codebook,
+            window=self.options.window,
             rotation="none",
             transform=transform,
             bias=None if bias is None else bias.read().reshape(-1),

@@ -1,4 +1,4 @@
-"""Quantize one matrix: scale channels, rotate, normalise rows, take the nearest centroids.
+"""Quantize one matrix: scale channels, rotate, normalise rows, take the nearest centroids or the best path to some.
 
 W_rot = (W * c) @ R.T with R the rotation and c the channel scales, 1 / d; row i over scale[i] is close to
 N(0, 1), scale[i] being the row's root mean square.
@@ -7,29 +7,26 @@ N(0, 1), scale[i] being the row's root mean square.
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rsv_format.codebook import boundaries
-from rsv_format.codebook import codebook as make_codebook
 from rsv_format.errors import RsvError
 from rsv_format.layout import row_words
 from rsv_format.limits import MAX_IN_FEATURES, MAX_INTEGER, MAX_STACK
 from rsv_format.packing import pack_unchecked
+from rsv_format.quantizer import trellis
+from rsv_format.quantizer.codebooks import centroids as make_centroids
+from rsv_format.quantizer.scalar import nearest
+from rsv_format.quantizer.threads import run_threads
 from rsv_format.rotation import Floats, Transform, haar, haar_witness, kronecker_split, random_signs
 from rsv_format.writer import LayerData
 
 ROTATIONS: tuple[str, ...] = ("hartley", "haar", "none")
 
 _CHUNK = 2**17  # weights handled at a time by a thread: a chunk and its temporaries stay in the L2 cache
-_COUNTED_BITS = 4  # up to here, comparing with every boundary is faster than a table
-_CELLS = 2**12  # of that table; finer than the closest centroids of any codebook
 _MAX_CHANNEL_SCALE = 64.0  # a channel's importance is a guess: never trust it beyond this factor
 _TINY, _HUGE = 1e-30, 1e30  # sums of squares outside are recomputed in binary64
 
@@ -40,6 +37,7 @@ def quantize_matrix(
     name: str = "weight",
     bits: int = 4,
     codebook: str = "lloyd-max",
+    window: int | None = None,
     rotation: str = "hartley",
     persist_rotation: bool = False,
     seed: int = 0,
@@ -59,7 +57,10 @@ def quantize_matrix(
     bits : int
         1 to 8.
     codebook : str
-        "lloyd-max" or "uniform".
+        "lloyd-max" or "uniform", centroids that codes select; "trellis", tables that windows of codes select, with
+        three fifths of the error. It takes numba, and longer; more than 6 bits are as "lloyd-max".
+    window : int, optional
+        Of a trellis, the bits of a window: 8, or 12, which is ten times as long at work.
     rotation, persist_rotation, seed
         As `make_transform`.
     importance : (in_features,), optional
@@ -79,7 +80,7 @@ def quantize_matrix(
     Raises
     ------
     RsvError
-        nonfinite_weight, importance_mismatch, bad_argument.
+        nonfinite_weight, importance_mismatch, bad_argument, missing_dependency.
     """
     if weight.ndim not in (2, 3) or not np.issubdtype(weight.dtype, np.floating) or 0 in weight.shape:
         raise RsvError("bad_argument", name, f"want a floating matrix or stack, not {weight.dtype} {weight.shape}")
@@ -94,8 +95,8 @@ def quantize_matrix(
         transform = make_transform(
             in_features, rotation=rotation, persist_rotation=persist_rotation, seed=seed, scales=scales
         )
-    centroids = make_codebook(codebook, bits)
-    codes, row_scales = quantize_rows(rows, transform, centroids, name=name, threads=threads)
+    centroids = make_centroids(codebook, bits, window)
+    codes, row_scales = quantize_rows(rows, transform, centroids, bits, name=name, threads=threads)
     return LayerData(name, in_features, bits, codes, row_scales, centroids, transform, bias, bias_dtype, stack)
 
 
@@ -242,16 +243,21 @@ def quantize_rows(
     weight: Floats,
     transform: Transform | None,
     centroids: NDArray[np.float32],
+    bits: int,
     *,
     name: str = "weight",
     threads: int | None = None,
 ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
     """Packed codes (rows, row_words) and scales (rows,) of a matrix (rows, in_features)."""
     rows, in_features = weight.shape
-    bits = centroids.size.bit_length() - 1
     codes = np.empty((rows, row_words(in_features, bits)), np.uint32)
     scales = np.empty(rows, np.float32)
-    nearest = _nearest(centroids)
+    scalar = centroids.size == 2**bits
+    encoded: Callable[[NDArray[np.float32]], NDArray[Any]]
+    if scalar:
+        encoded, step = nearest(centroids), max(1, _CHUNK // in_features)
+    else:
+        encoded, step = trellis.encoder(centroids, bits)
     multiplier = None if transform is None or transform.d is None else (1 / transform.d).astype(np.float32)
     if transform is not None:
         transform.rotate(np.zeros((1, in_features), np.float32))  # derives what the threads then share
@@ -265,23 +271,21 @@ def quantize_rows(
             scales[chunk] = _normalise(x, weight[chunk], name, start)
         if transform is not None:
             x = transform.rotate(x)
-        codes[chunk] = pack_unchecked(nearest(x), bits)
+        indices = encoded(x)
+        codes[chunk] = pack_unchecked((indices & (2**bits - 1)).astype(np.uint8, copy=False), bits)
+        if not scalar:
+            scales[chunk] = _refitted(scales[chunk], x, centroids[indices])
 
-    step = max(1, _CHUNK // in_features)
     run_threads(work, range(0, rows, step), threads)
     return codes, scales
 
 
-def run_threads(work: Callable[[int], None], items: Sequence[int], threads: int | None) -> None:
-    """Call `work` on every item; numpy lets threads run side by side."""
-    workers = min(threads or os.cpu_count() or 1, len(items))
-    if workers <= 1:
-        for item in items:
-            work(item)
-        return
-    with ThreadPoolExecutor(workers) as pool:
-        for _ in pool.map(work, items):
-            pass
+def _refitted(scales: NDArray[np.float32], x: NDArray[np.float32], said: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The scales of least squares for the centroids (rows, in_features) that stand for the normalised rows x."""
+    along, squares = np.einsum("ij,ij->i", x, said), np.einsum("ij,ij->i", said, said)
+    with np.errstate(over="ignore"):
+        fitted = scales * np.divide(along, squares, out=np.ones_like(along), where=(along > 0) & (squares > 0))
+    return np.where(np.isfinite(fitted), fitted, scales)
 
 
 def _normalise(x: NDArray[np.float32], weight: Floats, name: str, first_row: int) -> NDArray[np.float32]:
@@ -305,52 +309,3 @@ def _normalise(x: NDArray[np.float32], weight: Floats, name: str, first_row: int
             x[row] = wide / scale
     x *= factors[:, None]
     return np.asarray(scales)
-
-
-@lru_cache(maxsize=32)
-def _nearest_cached(data: bytes) -> Callable[[NDArray[np.float32]], NDArray[np.uint8]]:
-    centroids = np.frombuffer(data, "<f4")
-    edges = boundaries(centroids)
-    bits = centroids.size.bit_length() - 1
-    return _counter(edges) if bits <= _COUNTED_BITS else _table(edges)
-
-
-def _nearest(centroids: NDArray[np.float32]) -> Callable[[Floats], NDArray[np.uint8]]:
-    """A function from values (rows, n) to the codes of the nearest centroids, uint8."""
-    return _nearest_cached(centroids.astype("<f4").tobytes())
-
-
-def _counter(edges: NDArray[np.float32]) -> Callable[[NDArray[np.float32]], NDArray[np.uint8]]:
-    """The code is the number of boundaries below the value."""
-
-    def nearest(x: NDArray[np.float32]) -> NDArray[np.uint8]:
-        codes = np.zeros(x.shape, np.uint8)
-        above = np.empty(x.shape, np.bool_)
-        for edge in edges:
-            np.greater(x, edge, out=above)
-            codes += above.view(np.uint8)
-        return codes
-
-    return nearest
-
-
-def _table(edges: NDArray[np.float32]) -> Callable[[NDArray[np.float32]], NDArray[np.uint8]]:
-    """The same from a grid fine enough that a cell holds one boundary at most: a look-up and one comparison."""
-    span = np.float32(_CELLS / 2 / (float(np.abs(edges).max()) * 1.01))
-
-    def cell(x: NDArray[np.float32]) -> NDArray[np.intp]:
-        return (x * span + np.float32(_CELLS / 2)).astype(np.intp)
-
-    cells = cell(edges)
-    assert np.unique(cells).size == edges.size, "two boundaries in one cell"
-    below = np.searchsorted(cells, np.arange(_CELLS)).astype(np.uint8)  # boundaries in lower cells
-    own = np.full(_CELLS, np.inf, np.float32)
-    own[cells] = edges
-
-    def nearest(x: NDArray[np.float32]) -> NDArray[np.uint8]:
-        at = cell(x)
-        codes = below.take(at, mode="clip")
-        codes += x > own.take(at, mode="clip")
-        return codes
-
-    return nearest

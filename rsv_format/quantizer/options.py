@@ -31,12 +31,12 @@ class QuantizeOptions:
 
     Parameters
     ----------
-    bits, codebook, rotation, persist_rotation, seed
+    bits, codebook, window, rotation, persist_rotation, seed
         As `quantize_matrix`; 4 bits unless given.
     bits_per_weight : float, optional
-        Instead of bits: linear layers get as many as all can have, 2 to 8, and those whose weighted error is
-        largest one more, so that the summary's bits_per_weight, which counts scales, transforms, header and
-        padding too, is at most this. Layers whose importance is not known count like the mean of the others.
+        Instead of bits: linear layers get as many as all can have, 2 to 8 (of a trellis 2 to 6), and those whose
+        weighted error is largest one more, so that the summary's bits_per_weight, which counts scales, transforms,
+        header and padding too, is at most this. Layers whose importance is not known count like the mean of the others.
     embedding_bits : int or "keep", optional
         1 to 8, of embedding tables and of heads that are not tied to one; "keep" leaves them as they are. If not
         given, 5, or as many as the other layers if those have more.
@@ -55,6 +55,7 @@ class QuantizeOptions:
     bits_per_weight: float | None = None
     embedding_bits: int | str | None = None
     codebook: str = "lloyd-max"
+    window: int | None = None
     rotation: str = "hartley"
     persist_rotation: bool = False
     seed: int = 0
