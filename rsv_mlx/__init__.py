@@ -3,7 +3,8 @@
 Modules, bottom up:
 
 - transform: T on activations;  window: indices of codes;  codebook: centroids, and products with packed codes
-- packed: what quantized layers have in common;  linear, embedding, switch: in place of MLX's own modules
+- packed: what quantized layers have in common;  deferred: those that are yet to be read
+- linear, embedding, switch: in place of MLX's own modules
 - adopt: bytes of a file to arrays: adopted, copied or read when first used
 - tracing: which arrays came through foreign code unchanged;  binding: layers and tensors to the modules of a model
 - untrusted: mlx-lm's models and tokenizers, of data alone

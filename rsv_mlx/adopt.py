@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -80,6 +80,19 @@ class Loaded:
 
     arrays: list[mx.array]
     base: mx.array | None = None
+
+
+class Held:
+    """An array that only has to stay: copies of what holds it hold the same, and it is never pickled."""
+
+    def __init__(self, array: mx.array | None = None) -> None:
+        self.array = array
+
+    def __deepcopy__(self, memo: object) -> Held:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Held, ()
 
 
 class Loader(Protocol):

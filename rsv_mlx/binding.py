@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from rsv_format import Layer, RsvError
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
-from rsv_mlx.packed import Packed, SharedInput, weight_dtype, weight_shape
+from rsv_mlx.packed import Packed, weight_dtype, weight_shape
 from rsv_mlx.switch import QuantizedSwitchLinear, is_switch
 from rsv_mlx.tracing import Trace, alias, make_stub, trace
 
@@ -140,24 +140,23 @@ def install(model: Module, layers: Mapping[str, Module], parameters: Mapping[str
 
 def packed_kind(module: Module) -> type[Packed] | None:
     """The packed layer that can take a module's place."""
-    if isinstance(module, Linear | AffineLinear | QuantizedLinear):
+    for kind in (QuantizedLinear, QuantizedEmbedding, QuantizedSwitchLinear):
+        if isinstance(module, kind):
+            return kind
+    if _acts_as(module, Linear, AffineLinear):
         return QuantizedLinear
-    if isinstance(module, Embedding | AffineEmbedding | QuantizedEmbedding):
+    if _acts_as(module, Embedding, AffineEmbedding):
         return QuantizedEmbedding
-    return QuantizedSwitchLinear if isinstance(module, QuantizedSwitchLinear) or is_switch(module) else None
+    return QuantizedSwitchLinear if is_switch(module) else None
 
 
-def share_inputs(layers: Mapping[str, Module]) -> None:
-    """Let siblings with the same transform, such as q, k and v, transform their input once."""
-    groups: dict[tuple[str, int], list[Packed]] = {}
-    for path, layer in layers.items():
-        if isinstance(layer, Packed) and layer.transform is not None:
-            groups.setdefault((path.rpartition(".")[0], id(layer.transform)), []).append(layer)
-    for group in groups.values():
-        if len(group) > 1:
-            shared = SharedInput()
-            for layer in group:
-                shared.join(layer)
+def _acts_as(module: Module, *kinds: type[Module]) -> bool:
+    """Whether it is one of these, or a subclass that does the same when it is called."""
+    return any(
+        isinstance(module, kind)
+        and all(getattr(type(module), name, None) is getattr(kind, name, None) for name in ("__call__", "as_linear"))
+        for kind in kinds
+    )
 
 
 def _sanitized(
@@ -242,7 +241,9 @@ def _sanitize(model: Module, weights: dict[str, mx.array]) -> dict[str, mx.array
         sanitized: dict[str, mx.array] = model.sanitize(dict(weights))
         return sanitized
     except KeyError:
-        if weights.keys() <= tree_flatten(model.parameters(), destination={}).keys():  # type: ignore
+        own: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore
+        packed = [path for path, m in model.named_modules() if isinstance(m, Packed)]  # type: ignore[no-untyped-call]
+        if weights.keys() <= own.keys() | {f"{path}.weight" for path in packed}:
             return weights
         raise
 

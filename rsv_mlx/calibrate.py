@@ -23,7 +23,7 @@ from rsv_mlx.binding import packed_kind
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
 from rsv_mlx.loading import load
-from rsv_mlx.packed import weight_shape
+from rsv_mlx.packed import Packed, weight_shape
 from rsv_mlx.switch import QuantizedSwitchLinear, is_switch
 from rsv_mlx.untrusted import (
     DATA,
@@ -162,17 +162,20 @@ def observed(model: Module) -> Iterator[dict[str, tuple[mx.array, mx.array]]]:
     Modules keep their identity and attributes: only their classes are exchanged, for subclasses that look.
     """
     seen: dict[str, tuple[mx.array, mx.array]] = {}
-    before: list[tuple[Module, type[Module]]] = []
+    before: list[tuple[Module, type[Module], type[Module]]] = []
     try:
         for name, module in model.named_modules():  # type: ignore[no-untyped-call]
+            if isinstance(module, Packed):
+                _ = module.codes  # a layer that is yet to be read takes its class then
             watched = _watched(module, name, seen)
             if watched is not None:
-                before.append((module, type(module)))
+                before.append((module, type(module), watched))
                 module.__class__ = watched
         yield seen
     finally:
-        for module, kind in reversed(before):  # one module may lie at two paths
-            module.__class__ = kind
+        for module, kind, watched in reversed(before):  # one module may lie at two paths
+            if type(module) is watched:  # and a call may have made it another
+                module.__class__ = kind
 
 
 def _watched(module: Module, name: str, seen: dict[str, tuple[mx.array, mx.array]]) -> type[Module] | None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from hashlib import blake2b
+from typing import Any
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
@@ -50,6 +52,7 @@ class Codebook:
         self.window = self.centroids.size.bit_length() - 1
         self.step = _step(self.centroids) if self.window == bits else None
         self.native = self.step is not None and self.bits in _NATIVE_BITS
+        self.digest = blake2b(bytes([bits]) + self.centroids.tobytes(), digest_size=16).digest()
         self._weights: mx.array | None = None
         self._centroids = mx.array(self.centroids)
         self._constants: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
@@ -62,6 +65,9 @@ class Codebook:
         if codebook is None:
             codebook = _LIVING[key] = Codebook(centroids, bits)
         return codebook
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Codebook.of, (self.centroids, self.bits)
 
     @property
     def arrays(self) -> list[mx.array]:
@@ -142,15 +148,17 @@ class Codebook:
     def dequantize(self, codes: mx.array, in_features: int) -> mx.array:
         """centroids[indices], float32 (rows, in_features)."""
         together = 2 if self.window + self.bits <= _WEIGHTS_PATTERN else 1
-        if self._weights is None:
-            self._weights = self._centroids
+        table = self._weights
+        if table is None:
+            table = self._centroids
             if together == 2:
                 patterns = np.arange(2 ** (self.window + self.bits), dtype=np.uint32)[:, None]
                 shifts = np.array([0, self.bits], np.uint32)
                 values = self.centroids[(patterns >> shifts) & np.uint32(2**self.window - 1)]
-                self._weights = mx.array(values.view(np.complex64).reshape(-1))  # two are looked up as one number
+                table = mx.array(values.view(np.complex64).reshape(-1))  # two are looked up as one number
+            self._weights = table  # at once: other threads may look
         found = fields(codes, self.window + (together - 1) * self.bits, together * self.bits)
-        looked_up = _looked_up(self._weights, found[0] if len(found) == 1 else mx.stack(found, axis=-1))
+        looked_up = _looked_up(table, found[0] if len(found) == 1 else mx.stack(found, axis=-1))
         weights = looked_up.view(mx.float32).reshape(codes.shape[0], -1)
         tail = tail_columns(self.bits, self.window, in_features)
         if tail:

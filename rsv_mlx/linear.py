@@ -7,6 +7,7 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedLinear as AffineLinear
 
 import rsv_format
 from rsv_format import RsvError
@@ -15,7 +16,7 @@ from rsv_mlx.packed import Packed
 from rsv_mlx.transform import Transform
 
 
-class QuantizedLinear(Packed):
+class QuantizedLinear(Packed, AffineLinear):
     """A linear layer whose weight stays packed. Parameters as `Packed`, but for `stack`.
 
     Examples
@@ -40,7 +41,7 @@ class QuantizedLinear(Packed):
         return self.to_linear(dtype)
 
     @classmethod
-    def from_linear(
+    def from_linear(  # type: ignore[override]
         cls,
         linear: Module,
         *,

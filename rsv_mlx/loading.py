@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -16,9 +17,10 @@ from mlx.nn.layers.quantized import quantize
 
 import rsv_format
 from rsv_format import RsvError
-from rsv_mlx.adopt import Loader, LoadReport, adoption_obstacle, make_loader, parts_of
-from rsv_mlx.binding import install, make_plan, share_inputs
+from rsv_mlx.adopt import Held, Loader, LoadReport, adoption_obstacle, make_loader, parts_of
+from rsv_mlx.binding import install, make_plan
 from rsv_mlx.codebook import Codebook
+from rsv_mlx.deferred import Unread, defer
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
 from rsv_mlx.packed import Packed
@@ -232,9 +234,9 @@ def _fill(
                 mx.eval(parameters[f"{path}.{part}"])
             report.dense_nbytes += parameters[f"{path}.weight"].nbytes
         install(model, modules, parameters)
-        share_inputs(modules)
         model.eval()
-        mx.eval([dict(module) for module in modules.values()], content.shared_arrays())
+        read = [dict(module) for module in modules.values() if not isinstance(module, Unread)]
+        mx.eval(read, content.shared_arrays())
     if content.bases:  # not parameters; they live as long as the model
         object.__setattr__(model, "rsv_bases", [*getattr(model, "rsv_bases", []), *content.bases])
     report.layers, report.tensors = len(plan.packed) + len(plan.dense), len(plan.parameters)
@@ -245,7 +247,8 @@ class _Content:
 
     def __init__(self, file: rsv_format.File, loader: Loader, report: LoadReport) -> None:
         self.file, self.loader, self.report = file, loader, report
-        self.bases: list[mx.array] = []
+        self.bases: list[Held] = []
+        self._lock = threading.RLock()
         self._transforms: dict[int, Transform] = {}
         self._factors: dict[object, mx.array] = {}
         self._codebooks: dict[int, Codebook] = {}
@@ -254,7 +257,7 @@ class _Content:
         """A kept tensor."""
         loaded = self.loader.load(parts_of(tensor))
         if loaded.base is not None:
-            self.bases.append(loaded.base)
+            self.bases.append(Held(loaded.base))
         return loaded.arrays[0]
 
     def layer(self, layer: rsv_format.Layer, kind: type[Packed], lazy: bool = False) -> Packed:
@@ -268,16 +271,17 @@ class _Content:
             base.extend([] if loaded.base is None else [loaded.base])
             return loaded.arrays if has_bias else loaded.arrays[:2]
 
-        made = kind.deferred(
-            read, self._codebook(layer), self._transform(layer), input_dims=layer.in_features,
-            output_dims=layer.out_features, has_bias=has_bias, stack=layer.stack,
-        )  # fmt: skip
+        codebook, transform = self._codebook(layer), self._transform(layer)
         if lazy and not self.loader.adopts:
             self.report.deferred_nbytes += sum(nbytes for _, _, nbytes in layer.parts)
-            return made
-        made.read()
+            return defer(
+                kind, read, self._lock, codebook, transform, input_dims=layer.in_features,
+                output_dims=layer.out_features, has_bias=has_bias, stack=layer.stack,
+            )  # fmt: skip
+        codes, scales, *bias = read()
+        made = kind(codes, scales, codebook, transform, *bias, input_dims=layer.in_features, stack=layer.stack)
         if base:
-            object.__setattr__(made, "rsv_base", base[0])
+            object.__setattr__(made, "rsv_base", Held(base[0]))
         return made
 
     def dequantized(self, name: str) -> dict[str, mx.array]:

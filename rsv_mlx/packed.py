@@ -1,33 +1,40 @@
-"""What the quantized layers have in common: a weight that stays packed, and inputs shared by siblings."""
+"""What the quantized layers have in common: a weight that stays packed.
+
+What a layer's codes mean is said by its codebook and its transform, which are no parameters: so the names of the
+parameters end with a digest of both, and codes of another basis do not fit, in `load_weights` or wherever parameters
+go by their names.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any, NoReturn, Self
 
 import mlx.core as mx
 import numpy as np
 from mlx.nn.layers.base import Module
 
 import rsv_format
-from rsv_format import LayerData
+from rsv_format import LayerData, RsvError
 from rsv_mlx.codebook import Codebook
 from rsv_mlx.transform import Transform
 
-_ARRAYS = {"weight", "scales", "bias"}
+_MLX_ONLY = frozenset({"biases", "group_size", "mode"})  # what MLX's quantized layers have besides
+_REFUSAL = "the layer is RSV's, not MLX's kind: rsv_mlx.save writes it, load(materialize='dense') makes it MLX's own"
 
 
 class Packed(Module):
     """A module whose weight stays packed; its input is transformed instead of its weight.
 
     Products and sums are taken in float32: no input overflows on the way, and MLX's CPU kernels are fastest
-    there. The parameters are frozen; gradients reach the input.
+    there. The parameters are frozen; gradients reach the input. They may be set to others of the same shape and
+    basis; scales stay float32, whatever a model is cast to.
 
     Parameters
     ----------
-    weight : uint32 (rows, ceil(input_dims / 32) * bits)
-        Packed codes.
+    codes : uint32 (rows, ceil(input_dims / 32) * bits)
+        Packed.
     scales : float32 (rows,)
     codebook : Codebook
     transform : Transform, optional
@@ -38,17 +45,12 @@ class Packed(Module):
         How many equal matrices the rows are.
     """
 
-    weight: mx.array
-    scales: mx.array
     bias: mx.array
-    dtype: mx.Dtype = mx.float32
-    shared_input: SharedInput | None = None
-    _unread_bias = False
-    _read: Callable[[], Sequence[mx.array]] | None = None
+    _keys: tuple[str, str]
 
     def __init__(
         self,
-        weight: mx.array,
+        codes: mx.array,
         scales: mx.array,
         codebook: Codebook,
         transform: Transform | None = None,
@@ -57,29 +59,9 @@ class Packed(Module):
         input_dims: int,
         stack: int = 1,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        Module.__init__(self)  # type: ignore[no-untyped-call]
         self._describe(codebook, transform, input_dims, scales.size // stack, stack)
-        self._hold(weight, scales, bias)
-
-    @classmethod
-    def deferred(
-        cls,
-        read: Callable[[], Sequence[mx.array]],
-        codebook: Codebook,
-        transform: Transform | None = None,
-        *,
-        input_dims: int,
-        output_dims: int,
-        has_bias: bool,
-        stack: int = 1,
-    ) -> Self:
-        """A layer whose parameters (weight, scales and, if it has one, bias) are read when they are first asked
-        for, by a call or by name."""
-        layer = cls.__new__(cls)
-        Module.__init__(layer)  # type: ignore[no-untyped-call]
-        layer._describe(codebook, transform, input_dims, output_dims, stack)
-        layer._unread_bias, layer._read = has_bias, read
-        return layer
+        self._hold(codes, scales, bias)
 
     @classmethod
     def from_data(cls, data: LayerData, transform: Transform | None = None) -> Self:
@@ -103,8 +85,8 @@ class Packed(Module):
         if transform is None and data.transform is not None:
             transform = Transform(data.transform)
         codebook = Codebook.of(data.codebook, data.bits)
-        weight, scales = mx.array(data.codes), mx.array(data.scales)
-        return cls(weight, scales, codebook, transform, bias, input_dims=data.in_features, stack=data.stack)
+        codes, scales = mx.array(data.codes), mx.array(data.scales)
+        return cls(codes, scales, codebook, transform, bias, input_dims=data.in_features, stack=data.stack)
 
     @classmethod
     def _quantized(cls, module: Module, **options: Any) -> Self:
@@ -113,7 +95,7 @@ class Packed(Module):
         assert shape is not None
         data = rsv_format.quantize_matrix(np.array(dense_rows(module)).reshape(shape), **options)
         layer = cls.from_data(data)
-        layer._hold(layer.weight, layer.scales, module.get("bias"))
+        layer._hold(layer.codes, layer.scales, module.get("bias"))
         return layer
 
     def _describe(
@@ -123,55 +105,130 @@ class Packed(Module):
         self.transform = transform
         self.input_dims = input_dims
         self.output_dims = output_dims
+        basis = blake2b(codebook.digest + (b"" if transform is None else transform.digest), digest_size=4).hexdigest()
+        vars(self)["_keys"] = f"codes_{basis}", f"scales_{basis}"  # among the items it would be a parameter
 
-    def _hold(self, weight: mx.array, scales: mx.array, bias: mx.array | None = None) -> None:
-        self["weight"], self["scales"] = weight, scales  # as attributes, each would be looked up before
-        if bias is not None:
-            self["bias"] = bias
-        self.freeze(recurse=False, keys=list(self.keys() & _ARRAYS))
-
-    def __getattr__(self, key: str) -> Any:
-        if key in _ARRAYS and key not in self:
-            self.read()
-        return super().__getattr__(key)
-
-    def read(self) -> None:
-        """Read the parameters of a deferred layer, if that was not done."""
-        if self._read is not None:
-            arrays, self._read = self._read(), None  # before they are held: to set one asks for it first
-            self._hold(*arrays)
+    def _hold(self, codes: mx.array, scales: mx.array, bias: mx.array | None = None) -> None:
+        arrays = dict(zip(self._keys, (codes, scales), strict=True)) | ({} if bias is None else {"bias": bias})
+        dict.update(self, arrays)
+        self._no_grad.update(arrays)
 
     @property
-    def bits(self) -> int:
-        """Bits of a code."""
-        return self.codebook.bits
+    def codes(self) -> mx.array:
+        """Packed, uint32 (rows, row_words)."""
+        codes: mx.array = self[self._keys[0]]
+        return codes
+
+    @codes.setter
+    def codes(self, codes: mx.array) -> None:
+        self[self._keys[0]] = codes
+
+    @property
+    def scales(self) -> mx.array:
+        """Of the rows, float32 (rows,)."""
+        scales: mx.array = self[self._keys[1]]
+        return scales
+
+    @scales.setter
+    def scales(self, scales: mx.array) -> None:
+        self[self._keys[1]] = scales
+
+    @property
+    def weight(self) -> mx.array:
+        """The dense weight, made anew each time; set to another, the layer becomes MLX's own dense one."""
+        return self.dequantize()
+
+    @weight.setter
+    def weight(self, weight: mx.array) -> None:
+        self._become_dense(weight)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of what is computed."""
+        return mx.float32
+
+    @property
+    def bits(self) -> NoReturn:
+        """Not there: mlx-lm counts, saves and adapts layers by it, and would take words for weights."""
+        raise RsvError("bad_argument", f"{type(self).__name__}.bits", _REFUSAL)
 
     @property
     def has_bias(self) -> bool:
         """Whether a bias is added."""
-        return "bias" in self or (self._read is not None and self._unread_bias)
+        return "bias" in self
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
         """Of the dense weight that the layer stands for."""
         return (self.output_dims, self.input_dims)
 
+    def __getattr__(self, key: str) -> Any:
+        if key in _MLX_ONLY:
+            raise AttributeError(f"{type(self).__name__} has no {key}: {_REFUSAL}")
+        return super().__getattr__(key)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        if key in ("codes", "scales", "weight"):
+            object.__setattr__(self, key, value)
+        else:
+            super().__setattr__(key, value)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, self._admitted(key, value) if isinstance(value, mx.array) else value)
+
+    def _admitted(self, key: str, value: mx.array) -> mx.array:
+        """An array as the parameter of this name; refused if it cannot be one."""
+        codes, scales = self._keys
+        if key not in (codes, scales, "bias"):
+            raise RsvError("bad_argument", key, f"{type(self).__name__} has {codes}, {scales} and a bias")
+        held = self[codes if key == codes else scales]
+        if value.shape != held.shape:
+            raise RsvError("shape_mismatch", key, f"{value.shape}, not {held.shape}")
+        if (value.dtype != mx.uint32) if key == codes else not mx.issubdtype(value.dtype, mx.floating):
+            raise RsvError("bad_argument", key, f"it cannot be {value.dtype}")
+        if key != scales or value.dtype == mx.float32:
+            return value
+        return held if mx.array_equal(value, held.astype(value.dtype)) else value.astype(mx.float32)
+
+    def _become_dense(self, weight: Any) -> None:
+        """Turn into the layer of MLX that has this weight, where others hold this object: a model may set it in
+        each call."""
+        if not isinstance(weight, mx.array) or weight.shape != self.weight_shape:
+            raise RsvError("shape_mismatch", f"{type(self).__name__}.weight", f"an array of {self.weight_shape} is")
+        if not mx.issubdtype(weight.dtype, mx.floating):
+            raise RsvError("bad_argument", f"{type(self).__name__}.weight", f"it cannot be {weight.dtype}")
+        arrays = {"weight": weight} | ({"bias": self.bias} if self.has_bias else {})
+        training = self.training
+        dense: Any = type(self.to_dense())
+        dict.clear(self)
+        vars(self).clear()
+        self.__class__ = dense
+        dict.update(self, arrays)
+        vars(self).update(_training=training, _no_grad=set(arrays))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _remade, (type(self), dict(self), dict(vars(self)))
+
+    def children(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
     def unfreeze(self, **kwargs: Any) -> Module:
         """As nn.Module's, but the layer's own parameters stay frozen."""
-        super().unfreeze(**kwargs)
+        Module.unfreeze(self, **kwargs)
         return self.freeze(recurse=False)
 
     def dequantize(self, dtype: mx.Dtype = mx.float32) -> mx.array:
         """The dense weight in the original basis, `weight_shape`."""
-        return self._rows(self.weight, self.scales).reshape(self.weight_shape).astype(dtype)
+        return self._rows(self.codes, self.scales).reshape(self.weight_shape).astype(dtype)
 
     def to_dense(self, dtype: mx.Dtype = mx.float32) -> Module:
         """MLX's own module with the weights that this one stands for."""
         raise NotImplementedError
 
-    def _rows(self, weight: mx.array, scales: mx.array) -> mx.array:
+    def _rows(self, codes: mx.array, scales: mx.array) -> mx.array:
         """Rows of W, float32 (..., input_dims), from packed ones (..., row_words) and their scales (...)."""
-        w = self.codebook.dequantize(weight.reshape(-1, weight.shape[-1]), self.input_dims) * scales.reshape(-1, 1)
+        w = self.codebook.dequantize(codes.reshape(-1, codes.shape[-1]), self.input_dims) * scales.reshape(-1, 1)
         return w if self.transform is None else self.transform.inverse(w)
 
     def _product(self, x: mx.array) -> mx.array:
@@ -179,7 +236,7 @@ class Packed(Module):
         dtype = self._checked(x)
         if x.size == 0:
             return mx.zeros((*x.shape[:-1], self.output_dims), dtype)
-        y = self.codebook.matmul(self._transformed(x), self.weight) * self.scales
+        y = self.codebook.matmul(self._transformed(x), self.codes) * self.scales
         if self.has_bias:
             y = y + self.bias
         return y.astype(dtype)
@@ -191,52 +248,24 @@ class Packed(Module):
         return x.dtype if mx.issubdtype(x.dtype, mx.floating) else mx.float32
 
     def _transformed(self, x: mx.array) -> mx.array:
-        if self.transform is None:
-            return x.astype(mx.float32)
-        if self.shared_input is not None:
-            return self.shared_input.transformed(x, self, self.transform)
-        return self.transform(x.astype(mx.float32))
+        x = x.astype(mx.float32)
+        return x if self.transform is None else self.transform(x)
 
     def _extra_repr(self) -> str:
         kind = "uniform" if self.codebook.step is not None else "table"
         return (
             f"input_dims={self.input_dims}, output_dims={self.output_dims}, bias={self.has_bias}, "
-            f"bits={self.bits}, window={self.codebook.window}, codebook={kind}, transform={self.transform is not None}"
+            f"bits={self.codebook.bits}, window={self.codebook.window}, codebook={kind}, "
+            f"transform={self.transform is not None}"
         )
 
 
-class SharedInput:
-    """The last input of sibling layers with one transform, transformed once for all of them.
-
-    An input is known by identity: it is held weakly, and forgotten when it dies or when each of the siblings
-    has had it. A layer that is called again transforms again. What this cannot see is an array that is
-    changed in place (`x += 1`) between the calls of two siblings.
-    """
-
-    def __init__(self) -> None:
-        self._last: tuple[weakref.ref[mx.array], mx.array, set[int]] | None = None
-        self._members: set[int] = set()
-
-    def join(self, layer: Packed) -> None:
-        """Make the layer one of the siblings."""
-        layer.shared_input = self
-        self._members.add(id(layer))
-
-    def transformed(self, x: mx.array, layer: Packed, transform: Transform) -> mx.array:
-        """transform(x), float32, kept for the siblings that have not had it."""
-        last = self._last
-        if last is not None and last[0]() is x and id(layer) in last[2]:
-            last[2].discard(id(layer))
-            if not last[2]:
-                self._last = None
-            return last[1]
-        z = transform(x.astype(mx.float32))
-        self._last = (weakref.ref(x, self._forget), z, self._members - {id(layer)})
-        return z
-
-    def _forget(self, dead: weakref.ref[mx.array]) -> None:
-        if self._last is not None and self._last[0] is dead:
-            self._last = None
+def _remade(kind: type[Packed], items: Mapping[str, Any], attributes: Mapping[str, Any]) -> Packed:
+    """A layer of what another one held: a copy, or one that was pickled."""
+    layer = kind.__new__(kind)
+    vars(layer).update(attributes)
+    dict.update(layer, items)
+    return layer
 
 
 def dense_rows(module: Module, rows: slice = slice(None)) -> mx.array:

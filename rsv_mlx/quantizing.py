@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 import rsv_format
 from rsv_format import LayerData, Role, RsvError
-from rsv_mlx.binding import install, packed_kind, share_inputs
+from rsv_mlx.binding import install, packed_kind
 from rsv_mlx.calibrate import random_importance
 from rsv_mlx.codebook import Codebook
 from rsv_mlx.embedding import QuantizedEmbedding
@@ -95,7 +95,6 @@ def quantize_model(
             install(model, {path: job.quantized(path, transform)}, {})
             mx.clear_cache()  # or MLX would keep the memory of the weight that was replaced
             done += prod(job.shapes[path])
-        share_inputs({path: _at(model, path) for path in group})
     told(total, total, "")
 
 

@@ -98,12 +98,12 @@ def save(
 
 
 def _layer(name: str, module: Packed, transform: rsv_format.Transform | None) -> LayerData:
-    codes, rows = module.weight, module.scales.size
+    codes, rows = module.codes, module.scales.size
     bias = module.bias.reshape(rows) if module.has_bias else None
     return LayerData(
         name,
         module.input_dims,
-        module.bits,
+        module.codebook.bits,
         _view(codes.reshape(rows, codes.shape[-1])),
         _view(module.scales.reshape(rows)),
         module.codebook.centroids,

@@ -17,7 +17,7 @@ from rsv_mlx.transform import Transform
 class QuantizedSwitchLinear(Packed):
     """In place of mlx-lm's SwitchLinear, its weight packed. Parameters as `Packed`; they are held as
 
-    weight : uint32 (num_experts, output_dims, row_words)
+    codes : uint32 (num_experts, output_dims, row_words)
     scales : float32 (num_experts, output_dims)
     bias : (num_experts, output_dims), optional
     """
@@ -41,7 +41,7 @@ class QuantizedSwitchLinear(Packed):
         shape = (*mx.broadcast_shapes(x.shape[:-2], indices.shape), x.shape[-2], self.output_dims)
         if prod(shape) == 0:
             return mx.zeros(shape, dtype)
-        y = self.codebook.gather_matmul(self._transformed(x), self.weight, indices, sorted_indices)
+        y = self.codebook.gather_matmul(self._transformed(x), self.codes, indices, sorted_indices)
         y = y * self.scales[indices][..., None, :]
         if self.has_bias:
             y = y + self.bias[indices][..., None, :]
@@ -68,17 +68,18 @@ class QuantizedSwitchLinear(Packed):
         super()._describe(codebook, transform, input_dims, output_dims, stack)
         self.num_experts = stack
 
-    def _hold(self, weight: mx.array, scales: mx.array, bias: mx.array | None = None) -> None:
+    def _hold(self, codes: mx.array, scales: mx.array, bias: mx.array | None = None) -> None:
         shape = (self.num_experts, self.output_dims)
         bias = None if bias is None else bias.reshape(shape)
-        super()._hold(weight.reshape(*shape, weight.shape[-1]), scales.reshape(shape), bias)
+        super()._hold(codes.reshape(*shape, codes.shape[-1]), scales.reshape(shape), bias)
 
     def _extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, {super()._extra_repr()}"
 
 
 def is_switch(module: Module) -> bool:
-    """Whether it is a SwitchLinear of mlx-lm, quantized or not, which takes seconds to import: nobody has one
-    who has not done so."""
+    """Whether it is a SwitchLinear of mlx-lm, quantized or not, and does the same when it is called. mlx-lm's takes
+    seconds to import: nobody has one who has not done so."""
     layers = sys.modules.get("mlx_lm.models.switch_layers")
-    return layers is not None and isinstance(module, layers.SwitchLinear | layers.QuantizedSwitchLinear)
+    kinds = () if layers is None else (layers.SwitchLinear, layers.QuantizedSwitchLinear)
+    return any(isinstance(module, kind) and type(module).__call__ is kind.__call__ for kind in kinds)

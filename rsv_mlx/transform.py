@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from hashlib import blake2b
 
 import mlx.core as mx
 import numpy as np
@@ -14,7 +15,7 @@ _METAL_HADAMARD = 8192  # the largest float32 order of MLX's Metal kernel
 
 
 class Transform:
-    """A transform in MLX's memory. Layers that have the same object share their transformed input.
+    """A transform in MLX's memory.
 
     Parameters
     ----------
@@ -22,6 +23,11 @@ class Transform:
     factors : dict, optional
         Factors made so far, added to: transforms with equal ones then share them, and a Haar factor is
         derived once.
+
+    Attributes
+    ----------
+    digest : bytes
+        The same for equal transforms, however they are stored.
 
     Raises
     ------
@@ -43,6 +49,10 @@ class Transform:
             if key not in factors:
                 factors[key] = mx.array(source.factor_matrix())
             self.factor = factors[key]
+        digest = blake2b(repr((self.dim, self.hadamard, self.m, self.kind, self.seed)).encode(), digest_size=16)
+        for values in (source.d, source.stored if self.kind == "matrix" else None):
+            digest.update(b"" if values is None else np.ascontiguousarray(values).data)
+        self.digest = digest.digest()
 
     @property
     def arrays(self) -> list[mx.array]:

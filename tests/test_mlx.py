@@ -26,7 +26,6 @@ nn = pytest.importorskip("mlx.nn")
 import rsv_mlx  # noqa: E402
 from rsv_mlx.adopt import LoadReport, _Read, parts_of, slice_part, window  # noqa: E402
 from rsv_mlx.codebook import Codebook  # noqa: E402
-from rsv_mlx.packed import SharedInput  # noqa: E402
 from rsv_mlx.transform import Transform  # noqa: E402
 
 with warnings.catch_warnings():
@@ -109,7 +108,7 @@ def test_products_that_are_made_piece_by_piece(bits: int, codebook: str, monkeyp
     monkeypatch.setattr("rsv_mlx.codebook._CPU_CHUNK", 2**11)
     monkeypatch.setattr("rsv_mlx.codebook._GPU_CHUNK", 2**11)
     fresh = rsv_mlx.QuantizedLinear.from_data(data)
-    fresh.codebook = Codebook(fresh.codebook.centroids, fresh.bits)
+    fresh.codebook = Codebook(data.codebook, bits)
     slopes = np.array(layer.dequantize().sum(axis=0))
     for x, wanted in zip(inputs, whole, strict=True):
         close(fresh(x), wanted)
@@ -176,7 +175,7 @@ def test_from_linear_is_what_the_format_says() -> None:
     linear = nn.Linear(96, 10)
     layer = rsv_mlx.QuantizedLinear.from_linear(linear, bits=3, seed=7)
     data = quantize_matrix(np.array(linear.weight), bits=3, seed=7)
-    assert np.array_equal(np.array(layer.weight), data.codes)
+    assert np.array_equal(np.array(layer.codes), data.codes)
     assert np.array_equal(np.array(layer.scales), data.scales)
     assert same_bytes(layer.bias, linear.bias)
     assert "input_dims=96, output_dims=10, bias=True, bits=3" in repr(layer)
@@ -190,7 +189,7 @@ def test_from_affine_quantized_linear() -> None:
 
 def test_parameters_are_frozen_and_gradients_pass() -> None:
     layer = rsv_mlx.QuantizedLinear.from_linear(nn.Linear(48, 6), bits=4)
-    assert set(layer.parameters()) == {"weight", "scales", "bias"}
+    assert [name[:6] for name in sorted(layer.parameters())] == ["bias", "codes_", "scales"]
     layer.unfreeze()
     assert not layer.trainable_parameters()
     for codebook in ("lloyd-max", "uniform"):
@@ -227,58 +226,13 @@ def test_codebooks_are_shared_while_they_live() -> None:
     assert not Codebook(np.array([0, 1], np.float32), 1).native
 
 
-# inputs shared by siblings
+# siblings
 
 
-class Counting:
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, x: Any) -> Any:
-        self.calls += 1
-        return x * 2
-
-
-def siblings(count: int) -> tuple[list[Any], SharedInput, Counting]:
-    shared, layers = SharedInput(), [nn.Module() for _ in range(count)]
-    for layer in layers:
-        shared.join(layer)  # type: ignore[arg-type]
-    return layers, shared, Counting()
-
-
-def test_siblings_transform_an_input_once() -> None:
-    (q, k, v), shared, transform = siblings(3)
-    for expected in (1, 2):
-        x = mx.random.normal((2, 4))
-        outputs = [shared.transformed(x, layer, transform) for layer in (q, k, v)]
-        assert transform.calls == expected
-        assert all(same_bytes(y, x * 2) for y in outputs)
-    assert shared._last is None
-
-
-def test_shared_input_changed_in_place_before_the_same_layer_is_called_again() -> None:
-    (q, k, _), shared, transform = siblings(3)
-    x = mx.ones((1, 4))
-    shared.transformed(x, q, transform)
-    x += 1
-    assert same_bytes(shared.transformed(x, q, transform), mx.full((1, 4), 4.0))
-    assert same_bytes(shared.transformed(x, k, transform), mx.full((1, 4), 4.0))
-
-
-def test_shared_input_is_not_kept_alive() -> None:
-    (q, _, _), shared, transform = siblings(3)
-    x = mx.ones((1, 4))
-    shared.transformed(x, q, transform)
-    assert shared._last is not None
-    del x
-    assert shared._last is None
-
-
-def test_shared_inputs_under_compile_and_grad(tmp_path: Path) -> None:
+def test_siblings_under_compile_and_grad(tmp_path: Path) -> None:
     model, _ = tiny_model(tmp_path / "m.rsv")
     attention = model.model.layers[0].self_attn
-    assert attention.q_proj.shared_input is attention.k_proj.shared_input is attention.v_proj.shared_input
-    assert attention.o_proj.shared_input is None
+    assert attention.q_proj.transform is attention.k_proj.transform is attention.v_proj.transform
 
     def both(x: Any) -> Any:
         return attention.q_proj(x).sum() + attention.k_proj(x).sum()
@@ -289,6 +243,14 @@ def test_shared_inputs_under_compile_and_grad(tmp_path: Path) -> None:
         close(mx.compile(both)(x), np.array(wanted), 1e-3)
         close(both(x), np.array(wanted), 1e-3)
         assert mx.grad(both)(x).shape == x.shape
+
+
+def test_an_input_that_changes_in_place_between_siblings(tmp_path: Path) -> None:
+    model, _ = tiny_model(tmp_path / "m.rsv")
+    attention, x = model.model.layers[0].self_attn, mx.ones((2, 48))
+    attention.q_proj(x)
+    x += 1
+    close(attention.k_proj(x), 2 * np.array(attention.k_proj(mx.ones((2, 48)))))
 
 
 # whole models
@@ -400,11 +362,12 @@ def test_lazy_layers_are_read_when_they_are_used(tmp_path: Path) -> None:
     tiny_model(tmp_path / "m.rsv")
     model, report = rsv_mlx.load_model(tmp_path / "m.rsv", zero_copy="never", lazy=True, return_report=True)
     mlp, before = model.model.layers[0].mlp, report.copied_nbytes
-    assert not mlp.up_proj.parameters()
+    model.eval()
+    assert report.copied_nbytes == before and isinstance(mlp.up_proj, rsv_mlx.QuantizedLinear)
     assert "input_dims=48, output_dims=80, bias=False" in repr(mlp.up_proj)
     mlp.up_proj(mx.ones((1, 48)))
     assert mlp.down_proj.scales.shape == (48,)
-    assert set(mlp.up_proj.parameters()) == set(mlp.down_proj.parameters()) == {"weight", "scales"}
+    assert [name[:6] for name in mlp.up_proj.parameters()] == ["codes_", "scales"]
     assert not mlp.up_proj.trainable_parameters()
     used = [array for layer in (mlp.up_proj, mlp.down_proj) for array in dict(layer).values()]
     assert report.copied_nbytes - before == sum(array.nbytes for array in used)
