@@ -149,6 +149,7 @@ def test_transform_and_inverse(dim: int, hadamard: int, factor: str | None) -> N
 @pytest.mark.parametrize("codebook", ["lloyd-max", "uniform"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 def test_dtypes_and_shapes_like_linear(dtype: Any, codebook: str) -> None:
+    mx.random.seed(0)
     linear = nn.Linear(96, 10)
     layer = rsv_mlx.QuantizedLinear.from_linear(linear, bits=8, codebook=codebook)
     x = mx.random.normal((2, 3, 96))
