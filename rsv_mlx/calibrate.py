@@ -228,19 +228,22 @@ def load_anything(spec: str | os.PathLike[str]) -> tuple[Module, Any]:
         What `load` and `open_source` raise; unsupported_model; missing_attachment.
     """
     path = Path(spec)
-    if path.suffix in _SOURCES:
-        with rsv_format.open_source(path) as source:
-            model, words = _from_source(source)
-    elif path.is_file() or path.suffix == ".rsv":
+    if path.suffix == ".rsv" or (path.is_file() and not _is_source(path)):
         model, words = load(path)
     elif path.is_dir():
         model, words = _from_folder(path)
     else:
-        with rsv_format.open_source(spec) as source:  # of the hub
+        with rsv_format.open_source(spec) as source:  # a file, or of the hub
             model, words = _from_source(source)
     if mx.default_device() == mx.cpu:
         model.set_dtype(mx.float32)
     return model, words
+
+
+def _is_source(path: Path) -> bool:
+    """Whether a file is of a kind that `open_source` takes; GGUF files have names of many kinds."""
+    with path.open("rb") as file:
+        return path.suffix.lower() in _SOURCES or file.read(4) == b"GGUF"
 
 
 def _from_source(source: Source) -> tuple[Module, Any]:
