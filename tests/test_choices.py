@@ -12,7 +12,8 @@ from rsv_format.quantizer.predicates import least_bits
 
 MODELS = (
     "bailing_moe", "dbrx", "gemma3n", "gemma4_text", "gpt_neox", "granite", "granitemoe", "hunyuan", "internlm2",
-    "iquestloopcoder", "jamba", "kimi_k3", "longcat_flash_ngram", "mamba", "phixtral", "rwkv7", "spark2_5",
+    "iquestloopcoder", "jamba", "kimi_k3", "longcat_flash_ngram", "mamba", "phixtral", "plamo2", "rwkv7",
+    "spark2_5",
 )  # fmt: skip
 
 
@@ -27,7 +28,7 @@ def test_choices_do_not_depend_on_where_the_model_is(name: str, tmp_path: Path) 
     rsv_format.quantize(tmp_path / "m", tmp_path / "m.rsv", bits=3, importance="none")
     model, _ = tiny_model(name)
     rsv_mlx.quantize_model(model, bits=3, importance=None)
-    packed = {path: module.bits for path, module in model.named_modules() if isinstance(module, Packed)}
+    packed = {path: module.codebook.bits for path, module in model.named_modules() if isinstance(module, Packed)}
     with rsv_format.open(tmp_path / "m.rsv") as file:
         assert {layer.name: layer.bits for layer in file.layers.values()} == packed
 

@@ -107,7 +107,7 @@ def test_side_files_that_say_nothing(tmp_path: Path, content: dict[str, Any]) ->
         (["q_proj.weight._data", "q_proj.weight._scale"], "quanto"),
         (["q_proj.Qidxs"], "QuIP#"),
         (["q_proj.trellis"], "ExLlamaV3"),
-        (["q_proj.q_weight"], "ExLlamaV2"),
+        (["q_proj.q_weight", "q_proj.q_scale"], "ExLlamaV2"),
     ],
 )
 @pytest.mark.parametrize("config", [True, False])

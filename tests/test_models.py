@@ -52,7 +52,8 @@ def test_minilm_error(minilm: Path, tmp_path: Path, bits: int) -> None:
     errors = {}
     for rotation in ("hartley", "haar"):
         path = tmp_path / f"{rotation}.rsv"
-        report = rsv_format.quantize(minilm, path, bits=bits, rotation=rotation, importance="none")
+        options = {"bits": bits, "rotation": rotation, "importance": "none", "embedding_bits": "keep"}
+        report = rsv_format.quantize(minilm, path, **options)
         assert report.layers == 37 and report.weighted_layers == 0
         with rsv_format.open(path) as file:
             errors[rotation] = relative_error(minilm, list(file.layers.values()))

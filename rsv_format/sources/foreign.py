@@ -44,13 +44,14 @@ _PARTS = {
     "tables2": "HIGGS",
     "Qidxs": "QuIP#",
     **dict.fromkeys(("trellis", "suh", "svh"), "ExLlamaV3"),
-    **dict.fromkeys(("q_weight", "q_scale_max", "q_groups"), "ExLlamaV2"),
+    **dict.fromkeys(("q_scale_max", "q_groups"), "ExLlamaV2"),
     **dict.fromkeys(("weight_qdata", "_weight_qdata"), "torchao"),
     "qscale_weight": "Mistral's own fp8",
 }
 # parts that say it together
 _PAIRS = {
     ("codes", "codebooks"): "AQLM",
+    ("q_weight", "q_scale"): "ExLlamaV2",
     ("indices", "centroids.weight"): "VPTQ",
     ("row_offsets", "col_vals"): "SpQR",
     ("weight._data", "weight._scale"): "quanto",
