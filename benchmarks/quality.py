@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 import rsv_format
 from benchmarks.common import machine, smollm2, table
+from rsv_format.decoder import Decoder
 from rsv_format.dtypes import NUMPY_DTYPE
-from rsv_format.quantizer.decoder import Decoder
 
 Weights = Mapping[str, NDArray[np.float32]]
 

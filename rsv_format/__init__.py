@@ -5,7 +5,7 @@ Modules, bottom up:
 - errors, limits: codes and fixed sizes
 - outputs: what may be replaced, and how
 - layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
-- roles: what tensors are for, by their names
+- roles: what tensors are for, by their names;  decoder: a model run in numpy
 - codebook: centroids;  householder: the Q of a QR, in pieces;  rotation: transforms
 - header: JSON to structs;  validate: rules between entries, the walk over the blobs
 - payload: checks of values;  reader: open and view;  verify: check it all;  writer: stream into place

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 import rsv_format
 from rsv_cli.app import app
 from rsv_format import RsvError
-from rsv_format.quantizer.decoder import Decoder
+from rsv_format.decoder import Decoder
 from rsv_format.sources.gguf_names import hugging_face_name, llama_cpp_name
 from rsv_format.sources.imatrix import load_imatrix, save_imatrix
 

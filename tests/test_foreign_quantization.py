@@ -205,6 +205,8 @@ def test_fp8_is_made_dense(
     assert np.array_equal(tensor.float32(), dense.astype(np.float32))
     kept = dense.astype(np.float16) if source.config is not None else to_bfloat16(dense.astype(np.float32))
     assert np.array_equal(tensor.read(), kept)
+    if tensor.rows is not None:  # of a stack
+        assert len(shape) == 3 and np.array_equal(tensor.rows(1, 3).float32(), tensor.float32()[1:3])
 
 
 def test_fp8_as_mlx_lm_reads_it(tmp_path: Path) -> None:
@@ -286,6 +288,7 @@ def test_mxfp4_is_made_dense(tmp_path: Path) -> None:
     theirs = np.array(mx.dequantize(words, mx.array(scales), group_size=32, bits=4, mode="mxfp4").astype(mx.float32))
     assert np.array_equal(tensor.float32(), theirs.swapaxes(1, 2))
     assert np.array_equal(to_float32(tensor.read(), "bf16"), tensor.float32())
+    assert tensor.rows is not None and np.array_equal(tensor.rows(1, 2).float32(), tensor.float32()[1:2])
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 3), (3, 6), (3, 6, 2, 1)])

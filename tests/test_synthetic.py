@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rsv_format.quantizer.decoder import Decoder
+from rsv_format.decoder import Decoder
 from rsv_format.quantizer.synthetic import random_tokens, synthetic_importance
 from rsv_format.sources.base import Source, dense_tensor
 

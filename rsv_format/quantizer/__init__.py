@@ -5,6 +5,6 @@ Modules, bottom up:
 - options: the choices there are;  codebooks: centroids, trained tables;  threads: work side by side
 - scalar: nearest centroids;  trellis: best paths, by viterbi, compiled
 - matrix: quantize one matrix;  budget: bits for each of several
-- importance: what an architecture tells of its layers;  decoder: a model run in numpy;  synthetic: on random tokens
+- importance: what an architecture tells of its layers;  synthetic: what a run on random tokens tells
 - conversion: a model into a file;  evaluation: what that does to its predictions
 """

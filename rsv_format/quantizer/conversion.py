@@ -27,6 +27,7 @@ from rsv_format.header import (
     build_header,
 )
 from rsv_format.layout import BIAS_DTYPES
+from rsv_format.limits import MAX_NAME
 from rsv_format.outputs import check
 from rsv_format.quantizer.budget import LEVELS, Demand, quantized_nbytes, spend, weighted_error
 from rsv_format.quantizer.codebooks import centroids
@@ -56,6 +57,8 @@ from rsv_format.writer import (
     transform_entry,
     write,
 )
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 Progress = Callable[[int, int, str], None]
 
@@ -189,6 +192,10 @@ class _Job:
     def __post_init__(self) -> None:
         self.plain_bits = self._plain_bits()
         make_transform(1, rotation=self.options.rotation, seed=self.options.seed)
+        for name in self.source.tensors:
+            if not 1 <= len(name) <= MAX_NAME or any(c < " " or c == "\x7f" for c in name):
+                detail = f"no tensor of a file can have this name: 1 to {MAX_NAME} characters, no control characters"
+                raise RsvError("source_unsupported", repr(name)[:80], detail)
         # sorted, so that the result does not depend on the order of the source
         names = sorted(name.removesuffix(".weight") for name in self.source.tensors if self.source.is_linear(name))
         tables = self._table_bits()
@@ -464,7 +471,7 @@ class _Job:
 
     def _quantized(self, name: str, weight: Floats, transform: Transform | None) -> LayerData:
         bias = self.biases.get(name)
-        return quantize_matrix(
+        data = quantize_matrix(
             weight,
             name=name,
             bits=self.layer_bits[name],
@@ -476,6 +483,11 @@ class _Job:
             bias_dtype=None if bias is None else bias.dtype,
             threads=self.threads,
         )
+        row = int(np.argmax(data.scales))
+        if float(data.scales[row]) * weight.shape[-1] > _LARGEST:  # sums of so many are taken to dequantize it
+            detail = f"row {row}, of root mean square {data.scales[row]:g}, overflows float32 when it is dequantized"
+            raise RsvError("nonfinite_weight", name, detail)
+        return data
 
     def _chosen(self, name: str) -> bool:
         include, exclude = self.options.include, self.options.exclude
@@ -512,8 +524,10 @@ class _Job:
         bias = self.source.tensors.get(f"{name}.bias")
         if bias is None:
             return None
-        if bias.dtype not in BIAS_DTYPES or prod(bias.shape) != prod(self._weight(name).shape[:-1]):
-            raise RsvError("source_unsupported", f"{name}.bias", f"a bias of {bias.dtype} {bias.shape}")
+        weight = self._weight(name)
+        if bias.dtype not in BIAS_DTYPES or bias.shape != weight.shape[:-1]:
+            detail = f"a bias of {bias.dtype} {bias.shape} cannot be kept with a weight {weight.shape}"
+            raise RsvError("source_unsupported", f"{name}.bias", f"{detail}: exclude the layer, and both are")
         return bias
 
     def _kept(self) -> list[str]:

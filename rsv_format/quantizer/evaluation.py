@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rsv_format.decoder import Decoder, Rows
 from rsv_format.errors import RsvError
-from rsv_format.quantizer.decoder import Decoder, Rows
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
 from rsv_format.sources import Source, open_source

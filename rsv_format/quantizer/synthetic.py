@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from rsv_format.decoder import Decoder, Rows
 from rsv_format.dtypes import to_float32
 from rsv_format.errors import RsvError
-from rsv_format.quantizer.decoder import Decoder, Rows
 from rsv_format.rotation import splitmix64
 from rsv_format.sources import Source
 

@@ -208,7 +208,8 @@ def _check_family(lists: Mapping[str, Blocks], tensors: Tensors, family: _Family
         return
     wanted = set(family.block)
     if family.alike:
-        wanted |= {part for part in alike[prefix] if part.endswith((".weight", ".bias"))}
+        layers = {part.removesuffix(".weight") for part in alike[prefix] if part.endswith(".weight")}
+        wanted |= {f"{layer}{kind}" for layer in layers for kind in (".weight", ".bias")} & alike[prefix]
     for i, parts in sorted(lists[prefix].items()):
         for part in sorted(wanted - parts):
             _incomplete(where, f"{prefix}.{i}.{part} is missing")

@@ -8,14 +8,13 @@ names, dtypes and shapes, and the bytes are read here: it guarantees that the te
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rsv_format.dtypes import NUMPY_DTYPE
+from rsv_format.dtypes import NUMPY_DTYPE, to_float32
 from rsv_format.errors import RsvError
 from rsv_format.sources import attachments, completeness, conv1d, foreign, mlx_affine, scaled, settings
 from rsv_format.sources.base import (
@@ -23,7 +22,6 @@ from rsv_format.sources.base import (
     Source,
     SourceFile,
     SourceTensor,
-    dense_tensor,
     library,
     read_json_object,
     reading,
@@ -103,19 +101,17 @@ def _tensor(file: SourceFile, name: str, dtype: str, shape: tuple[int, ...], off
     table = scaled.TABLES.get(dtype)
     stored = np.dtype(np.uint8) if table is not None else NUMPY_DTYPE[dtype]
     read = partial(file.read, stored, shape, offset, f"{file.path}: {name}")
-    if table is None:
 
-        def rows(start: int, stop: int) -> SourceTensor:
-            skipped = start * math.prod(shape[1:]) * stored.itemsize
-            return _tensor(file, name, dtype, (stop - start, *shape[1:]), offset + skipped)
-
-        return replace(dense_tensor(name, dtype, shape, read), rows=rows if shape else None)
+    def rows(start: int, stop: int) -> SourceTensor:
+        skipped = start * math.prod(shape[1:]) * stored.itemsize
+        return _tensor(file, name, dtype, (stop - start, *shape[1:]), offset + skipped)
 
     def float32() -> Floats:
-        values: Floats = table[read()]
+        array = read()
+        values: Floats = to_float32(array, dtype) if table is None else table[array]
         return values
 
-    return SourceTensor(name, dtype, shape, read, float32)
+    return SourceTensor(name, dtype, shape, read, float32, rows=rows if shape else None)
 
 
 def _with_config(

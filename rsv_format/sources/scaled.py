@@ -154,7 +154,15 @@ def _scaled(weight: SourceTensor, scale: SourceTensor, block: tuple[int, int], k
                 values[..., rows, :] *= wide[..., : shape[-1]]
         return values
 
-    return SourceTensor(weight.name, kept, shape, lambda: from_float32(float32(), kept, place), float32)
+    def rows(start: int, stop: int) -> SourceTensor:
+        """Some of a stack: their scales are their own, or the same for all."""
+        assert weight.rows is not None
+        own = scale.rows is not None and scale.shape[:1] == shape[:1]
+        part = scale.rows(start, stop) if own and scale.rows is not None else scale
+        return _scaled(weight.rows(start, stop), part, block, kept, where)
+
+    stacked = rows if weight.rows is not None and len(shape) > 2 else None
+    return SourceTensor(weight.name, kept, shape, lambda: from_float32(float32(), kept, place), float32, rows=stacked)
 
 
 def _mxfp4(blocks: SourceTensor, scales: SourceTensor, where: str) -> SourceTensor:
@@ -174,4 +182,9 @@ def _mxfp4(blocks: SourceTensor, scales: SourceTensor, where: str) -> SourceTens
     def read() -> Array:
         return from_float32(float32(), "bf16", place)  # two bits of mantissa: exact
 
-    return SourceTensor(name, "bf16", (n, groups * 32, rows), read, float32)
+    def some(start: int, stop: int) -> SourceTensor:
+        assert blocks.rows is not None and scales.rows is not None
+        return _mxfp4(blocks.rows(start, stop), scales.rows(start, stop), where)
+
+    stacked = None if blocks.rows is None or scales.rows is None else some
+    return SourceTensor(name, "bf16", (n, groups * 32, rows), read, float32, rows=stacked)
