@@ -51,6 +51,7 @@ def calibrate(
         words = _read(text)
         mlx = mlx_module("rsv_mlx.calibrate")
         loaded, tokenizer = mlx.load_anything(model)
+        check(output, IMATRIX, force=force, nbytes=mlx.counts_nbytes(loaded))
         ids, bos = mlx.encode(tokenizer, words)
         ids = ids[:tokens]
         with terminal.progress("calibrating", quiet=quiet) as told:

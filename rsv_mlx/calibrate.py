@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,13 @@ def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:
     begin = tokenizer.encode("")
     bos = tokenizer.bos_token_id if begin and begin[0] == tokenizer.bos_token_id else None
     return list(tokenizer.encode(text, add_special_tokens=False)), bos
+
+
+def counts_nbytes(model: Module) -> int:
+    """About how many bytes `calibrate` finds, as float32."""
+    found: list[tuple[str, Module]] = model.named_modules()  # type: ignore[no-untyped-call]
+    shapes = [weight_shape(module) or () for name, module in found if _watched(module, name, {}) is not None]
+    return sum(4 * prod(shape[:-2]) * (shape[-1] + 1) for shape in shapes)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ tokenizers = pytest.importorskip("tokenizers")
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 nn = pytest.importorskip("mlx.nn")
 
-from rsv_mlx.calibrate import calibrate, encode, load_anything, observed  # noqa: E402
+from rsv_mlx.calibrate import calibrate, counts_nbytes, encode, load_anything, observed  # noqa: E402
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what transformers says while it is imported is not ours
@@ -103,6 +103,7 @@ def test_what_the_layers_see_is_what_is_recorded(folder: Path, wanted: dict[str,
     told: list[tuple[int, int, str]] = []
     found = calibrate(model, TOKENS, progress=lambda *news: told.append(news))
     agree(means(found), wanted)
+    assert counts_nbytes(model) == sum(4 * (sums.size + counts.size) for sums, counts in found.values())
     assert {counts.tolist()[0] for _, counts in found.values()} == {40}
     assert told[0][:2] == (0, 40) and told[-1] == (40, 40, "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import struct
@@ -523,3 +524,16 @@ def test_experts_that_are_left_apart(tmp_path: Path, config: dict[str, Any], cha
     write_folder(tmp_path, known | config, model=tensors)
     source = open_source(tmp_path)
     assert source.tensors.keys() == tensors.keys() and not any(x.experts for x in source.tensors.values())
+
+
+def test_a_folder_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may enter all, so the system is asked to say otherwise."""
+
+    def refuses(*_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "stat", refuses)
+    for call in (open_source, load_imatrix):
+        with pytest.raises(RsvError) as e:
+            call(tmp_path / "a.gguf")  # type: ignore[operator]
+        assert (e.value.code, e.value.detail) == ("io_error", "Permission denied")

@@ -44,7 +44,10 @@ def open_source(spec: str | os.PathLike[str], *, tokenizer: bool = True) -> Sour
         `io_error` when nothing can be read there, `source_unsupported` for a kind of file, tensor or model
         that this package does not know or whose library is missing, `source_invalid` for a malformed file.
     """
-    source = _open(Path(spec), str(spec), tokenizer)
+    try:
+        source = _open(Path(spec), str(spec), tokenizer)
+    except OSError as e:  # a folder on the way that may not be entered
+        raise RsvError("io_error", str(spec), e.strerror or str(e)) from e
     return source if tokenizer else source.without_tokenizer()
 
 

@@ -181,7 +181,7 @@ def reading(where: str) -> Iterator[None]:
     except RsvError:
         raise
     except OSError as error:
-        raise RsvError("io_error", where, str(error)) from error
+        raise RsvError("io_error", where, error.strerror or str(error)) from error
     except Exception as error:  # the readers promise no exception type for malformed input
         raise RsvError("source_invalid", where, f"{type(error).__name__}: {error}") from error
 

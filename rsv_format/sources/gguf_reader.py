@@ -170,10 +170,11 @@ def open_gguf(path: Path) -> Opened:
 
 def is_gguf(path: Path) -> bool:
     """Whether a file begins as GGUF files do, whatever its name."""
-    if not path.is_file():
-        return False
-    with reading(str(path)), path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+    with reading(str(path)):
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
 
 
 def gguf_models(folder: Path) -> list[str]:
