@@ -1,22 +1,23 @@
-"""What quantization costs: perplexity of SmolLM2-135M-Instruct over bits per weight.
+"""What quantization costs: how far the predictions of SmolLM2-135M-Instruct move, over bits per weight.
 
-Ours against MLX's affine quantization and mlx-lm's AWQ, from the same float32 weights, through the same
-numpy forward pass. Perplexity is taken on one text, calibration is done on another (benchmarks/texts). Bits per
-weight count all that linear layers need: for MLX's, 16-bit scales and biases; for ours, all of the file but tensors
-and attachments.
+Ours against MLX's affine quantization and mlx-lm's AWQ, from the same float32 weights, through the same numpy forward
+pass: perplexity, Kullback-Leibler divergence from the source and how often the top token is the same, on two texts,
+while calibration is done on a third (benchmarks/texts). Bits per weight count all that linear layers need: for MLX's,
+16-bit scales and biases; for ours, all of the file but tensors and attachments.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ EMBEDDING = "model.embed_tokens.weight"
 AFFINE = ((2, 64), (3, 64), (3, 32), (4, 64), (4, 32), (5, 64), (6, 64))  # bits and group size
 BITS = (2, 3, 4, 5, 6)
 CODEBOOKS = ("lloyd-max", "uniform")
+TRELLIS_BITS = (2, 3, 4, 5)
+LOGITS_TOGETHER = 2**25
 IMPORTANCES = ("none", "auto", "measured")
 EMBEDDING_BITS = (8, 6, 5, 4)
 MARGIN = 0.5  # bits per weight that MLX's affine quantization may have more, in the aim
@@ -57,8 +60,13 @@ class Row:
     embedding_bits: int | None = None  # None: kept in float16
     bits_per_weight: float = 0.0
     megabytes: float = 0.0
-    perplexity: float = 0.0
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # by text, of rsv_format.Evaluation
     failure: str = ""
+
+    @property
+    def perplexity(self) -> float:
+        """On the first text."""
+        return next((score["file_perplexity"] for score in self.scores.values()), 0.0)
 
     @property
     def label(self) -> str:
@@ -82,22 +90,35 @@ class Model:
         self.weights = {name: tensor.float32() for name, tensor in source.tensors.items()}
         self.layers = [name for name in self.weights if source.is_linear(name)]
         tokenizer = tokenizers.Tokenizer.from_str(source.attachments["tokenizer.json"][1].decode())
-        self.text = tokenizer.encode(rsv_format.default_text()).ids[: tokens + 1]
+        texts = {"Alice": rsv_format.default_text(), "As You Like It": (TEXTS / "asyoulik.txt").read_text()}
+        self.texts = {
+            name: rsv_format.text_windows(tokenizer.encode(text).ids, None, tokens, WINDOW)
+            for name, text in texts.items()
+        }
         self.calibration = tokenizer.encode((TEXTS / "workshop.txt").read_text()).ids[:CALIBRATION]
+        self.hidden = {name: self.run(self.weights, inputs) for name, (inputs, _) in self.texts.items()}
 
-    def perplexity(self, weights: Weights) -> float:
-        """exp of the mean loss per token, windows of WINDOW tokens."""
-        decoder = Decoder(self.config, weights.get)
-        loss, count = 0.0, 0
-        for start in range(0, len(self.text) - 1, WINDOW):
-            ids = np.array(self.text[start : start + WINDOW + 1])
-            logits = decoder.run(weights[EMBEDDING][ids[:-1]]) @ weights[EMBEDDING].T
-            logits -= logits.max(axis=-1, keepdims=True)
-            right = logits[np.arange(ids.size - 1), ids[1:]]
-            loss += float((np.log(np.exp(logits, out=logits).sum(axis=-1, dtype=np.float64)) - right).sum())
-            count += ids.size - 1
-        return float(np.exp(loss / count))
+    def run(self, weights: Weights, inputs: NDArray[np.intp]) -> NDArray[np.float32]:
+        """What the head sees of a text."""
+        return Decoder(self.config, weights.get, window=WINDOW).run(weights[EMBEDDING][inputs])
 
+    def scores(self, weights: Weights) -> dict[str, dict[str, float]]:
+        """How these weights predict each text, beside the source's."""
+        found = {}
+        for name, (inputs, targets) in self.texts.items():
+            own, other = self.hidden[name], self.run(weights, inputs)
+            step = LOGITS_TOGETHER // self.weights[EMBEDDING].shape[0]
+            parts = (slice(start, start + step) for start in range(0, targets.size, step))
+            logits = (
+                (own[part] @ self.weights[EMBEDDING].T, other[part] @ weights[EMBEDDING].T, targets[part])
+                for part in parts
+            )
+            score = asdict(rsv_format.evaluate_logits(logits, WINDOW))
+            del score["spans"]
+            found[name] = score
+        return found
+
+    @cached_property
     def measured_importance(self) -> dict[str, NDArray[np.float64]]:
         """Mean squared activations on the calibration text."""
         sums: dict[str, NDArray[np.float64]] = {}
@@ -167,8 +188,9 @@ def awq(model: Model, bits: int = 4, group: int = 64) -> tuple[Row, Weights | No
     return row, weights
 
 
-def ours(model: Model, row: Row, importance: Any) -> tuple[Row, Weights]:
+def ours(model: Model, row: Row) -> tuple[Row, Weights]:
     """Through a file and back."""
+    importance = row.detail.removeprefix("importance ")
     weights = dict(model.weights)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.rsv")
@@ -177,7 +199,7 @@ def ours(model: Model, row: Row, importance: Any) -> tuple[Row, Weights]:
             path,
             bits=row.bits,
             codebook=row.method.removeprefix("rsv "),
-            importance=importance,
+            importance=model.measured_importance if importance == "measured" else importance,
             embedding_bits=row.embedding_bits or "keep",
         )
         with rsv_format.open(path) as file:
@@ -187,52 +209,62 @@ def ours(model: Model, row: Row, importance: Any) -> tuple[Row, Weights]:
     return replace(row, bits_per_weight=size.bits_per_weight, megabytes=megabytes), weights
 
 
-def variants(model: Model, quick: bool) -> Iterator[tuple[Row, Weights | None]]:
-    """Everything that is measured, in the order of the tables."""
-    yield model.sized(Row("source"), {}), model.weights
+Variant = tuple[Row, Callable[[], tuple[Row, Weights | None]]]
+
+
+def variants(model: Model, quick: bool) -> Iterator[Variant]:
+    """Everything that is measured, in the order of the tables, and what makes it."""
+    yield Row("source"), lambda: (model.sized(Row("source"), {}), model.weights)
     for bits, group in AFFINE:
         if not quick or bits == 4:
-            yield affine(model, bits, group)
+            yield Row("MLX affine", bits, f"group {group}"), partial(affine, model, bits, group)
     if not quick:
-        yield awq(model)
-    measured = model.measured_importance()
+        yield Row("mlx-lm AWQ", 4), partial(awq, model)
+        yield Row("MLX affine", 4, "group 64", 4), partial(affine, model, 4, 64, embedding_bits=4)
     rows = [
+        Row("rsv trellis", bits, f"importance {importance}")
+        for bits in ((4,) if quick else TRELLIS_BITS)
+        for importance in IMPORTANCES[1:]
+    ]
+    rows += [
         Row(f"rsv {codebook}", bits, f"importance {importance}")
         for bits in ((4,) if quick else BITS)
         for codebook in CODEBOOKS
         for importance in (("none", "gains", *IMPORTANCES[1:]) if (bits, codebook) == (4, "lloyd-max") else IMPORTANCES)
     ]
     if not quick:
-        yield affine(model, 4, 64, embedding_bits=4)
         rows += [
             Row("rsv lloyd-max", 4, f"importance {importance}", bits)
             for importance in ("auto", "measured")
             for bits in EMBEDDING_BITS
         ]
     for row in rows:
-        importance = row.detail.removeprefix("importance ")
-        yield ours(model, row, measured if importance == "measured" else importance)
+        yield row, partial(ours, model, row)
 
 
-def measure(tokens: int, quick: bool) -> dict[str, Any]:
-    """All rows, and how they came about; progress goes to stderr."""
+def measure(tokens: int, quick: bool, only: str) -> dict[str, Any]:
+    """All rows whose labels fit the pattern, and how they came about; progress goes to stderr."""
     started = time.perf_counter()
     model = Model(tokens)
     rows = []
-    for row, weights in variants(model, quick):
+    for planned, made in variants(model, quick):
+        if not fnmatch.fnmatchcase(planned.label, only):
+            continue
+        row, weights = made()
         if weights is not None:
-            row = replace(row, perplexity=model.perplexity(weights))
+            row = replace(row, scores=model.scores(weights))
         rows.append(row)
         embedding = "" if row.embedding_bits is None else f", embedding {row.embedding_bits} bits"
+        numbers = (f"{x['file_perplexity']:8.2f} {x['mean_divergence']:8.4f}" for x in row.scores.values())
         print(
-            f"{row.perplexity:9.2f}  {row.bits_per_weight:6.3f}  {row.megabytes:5.1f} MB  "
+            f"{'  '.join(numbers)}  {row.bits_per_weight:6.3f}  {row.megabytes:5.1f} MB  "
             f"{row.label}{embedding} {row.failure}",
             file=sys.stderr,
         )
     return {
         "machine": machine(),
         "seconds": time.perf_counter() - started,
-        "tokens": len(model.text) - 1,
+        "tokens": {name: int(targets.size) for name, (_, targets) in model.texts.items()},
         "calibration_tokens": len(model.calibration),
         "rows": [asdict(row) for row in rows],
     }
@@ -249,29 +281,30 @@ def render(result: Mapping[str, Any]) -> None:
     """Print the tables in Markdown."""
     rows = [Row(**row) for row in result["rows"]]
     print(f"{result['machine']}; {result['seconds'] / 60:.0f} minutes")
-    render_rates(f"{result['tokens']} tokens, calibrated on {result['calibration_tokens']} of another text", rows)
-    render_aim(rows)
+    for text, tokens in result["tokens"].items():
+        render_rates(f"{tokens} tokens of {text}, calibrated on {result['calibration_tokens']} of another", text, rows)
+    if find(rows, "MLX affine") and find(rows, "rsv lloyd-max", "importance measured"):
+        render_aim(rows)
     if any(row.embedding_bits for row in rows):
         render_files(rows)
 
 
-def render_rates(texts: str, rows: Sequence[Row]) -> None:
-    """Perplexity over bits per weight, the embedding kept."""
-    reference = find(rows, "MLX affine", "group 64", 4)[0]
-    table(
-        f"Perplexity on {texts}",
-        ("what", "bits per weight", "perplexity", f"over {reference.label}"),
-        [
-            (
-                row.label,
-                f"{row.bits_per_weight:.3f}" if row.bits else "",
-                row.failure or f"{row.perplexity:.2f}",
-                "" if row.failure else f"{row.perplexity / reference.perplexity:.3f}",
-            )
-            for row in rows
-            if row.embedding_bits is None
-        ],
-    )
+def render_rates(title: str, text: str, rows: Sequence[Row]) -> None:
+    """What each rate costs, the embedding kept."""
+    lines = []
+    for row in rows:
+        score = row.scores.get(text)
+        if row.embedding_bits is not None:
+            continue
+        if score is None:
+            lines.append((row.label, f"{row.bits_per_weight:.3f}", row.failure, "", "", ""))
+            continue
+        lines.append((
+            row.label, f"{row.bits_per_weight:.3f}" if row.bits else "", f"{score['mean_divergence']:.4f}",
+            f"{score['divergence_99']:.3f}", f"{score['same_top']:.1%}", f"{score['file_perplexity']:.2f}",
+        ))  # fmt: skip
+    head = ("what", "bits per weight", "mean divergence", "99th percentile", "same top token", "perplexity")
+    table(f"On {title}", head, lines)
 
 
 def render_aim(rows: Sequence[Row]) -> None:
@@ -354,7 +387,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         axes.set_yticks([25, 30, 40, 50, 60, 80])
     panels[0].set_ylabel("perplexity")
     panels[1].legend(fontsize=8, framealpha=1)
-    figure.suptitle(f"SmolLM2-135M-Instruct, {result['tokens']} tokens of Alice's Adventures in Wonderland")
+    figure.suptitle(f"SmolLM2-135M-Instruct, {result['tokens']['Alice']} tokens of Alice's Adventures in Wonderland")
     figure.savefig(path, dpi=100, pil_kwargs={"optimize": True})
 
 
@@ -362,11 +395,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--from", dest="saved", type=Path, help="show what an earlier run with --json has printed")
+    parser.add_argument("--only", default="*", help="rows whose labels fit this pattern, such as '*4 bits*'")
     parser.add_argument("--quick", action="store_true", help="4 bits only, no AWQ, no whole files")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of text (default %(default)s)")
     parser.add_argument("--plot", type=Path, help="draw the curves into this PNG file (needs matplotlib)")
     arguments = parser.parse_args()
-    result = json.loads(arguments.saved.read_text()) if arguments.saved else measure(arguments.tokens, arguments.quick)
+    saved = json.loads(arguments.saved.read_text()) if arguments.saved else None
+    result = saved or measure(arguments.tokens, arguments.quick, arguments.only)
     if arguments.json:
         print(json.dumps(result))
     else:
