@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from fuzz.jsontext import Members, Raw, Style
+from fuzz.jsontext import Blob, Members, Raw, Style
 from fuzz.signing import align, owned, prologue, sign, split
 
 INTEGERS = [
@@ -203,6 +203,30 @@ def reshape(tree: Any, rng: random.Random, donor: Any) -> None:
         layer.set(member, rng.choice([1, 2, 3, 17]))
 
 
+def rewindow(tree: Any, rng: random.Random, donor: Any) -> None:
+    """A window: out of range, below its bits, for a table of another size, or wider than a row that uses it."""
+    books = [x for x in _list(tree, "codebooks") or [] if isinstance(x, Members)]
+    if not books:
+        return
+    book, kind = rng.choice(books), rng.randrange(4)
+    if kind == 0:
+        book.set("window", rng.choice([0, 17, 32, 64, 2**32, 2**53 - 1, -1, None, True, "8"]))
+    elif kind == 1:
+        book.set("bits", rng.randint(1, 8))
+        book.set("window", rng.randint(1, 8))
+    elif kind == 2:  # the table follows, mostly: see signing.fit
+        book.set("window", rng.randint(1, 16))
+        if isinstance(book.get("sha256"), Blob) and rng.random() < 0.3:
+            blob = book.get("sha256")
+            blob.stated = blob.digest()
+    else:
+        book.set("window", rng.choice([12, 15, 16]))
+        for layer in _list(tree, "layers") or []:
+            if isinstance(layer, Members) and rng.random() < 0.7:
+                layer.set("in_features", rng.randint(1, 5))
+                layer.set("transform", None)
+
+
 def enlarge(tree: Any, rng: random.Random, donor: Any) -> None:
     """Lengths each of which is legal; their products or sums may exceed 2^53 - 1 (RSV-503)."""
     kind = rng.randrange(4)
@@ -260,7 +284,7 @@ def damage_blob(tree: Any, rng: random.Random, donor: Any) -> None:
 
 MUTATIONS: list[tuple[Callable[[Any, random.Random, Any], None], int]] = [
     (replace, 3), (change_number, 2), (drop, 1), (repeat, 2), (rename, 2), (exchange, 2), (shuffle, 1), (insert, 1),
-    (graft, 3), (reshape, 4), (enlarge, 1), (point, 1), (damage_blob, 5),
+    (graft, 3), (reshape, 4), (rewindow, 3), (enlarge, 1), (point, 1), (damage_blob, 5),
 ]  # fmt: skip
 
 

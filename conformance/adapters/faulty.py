@@ -130,6 +130,73 @@ def schema_first() -> None:
     module("header")._check_features = lambda tree: None
 
 
+def windows(wrong: Callable[[Any, int, int], Any]) -> Callable[[], None]:
+    """A fault in the indices of codes (rows, n), bits and window given."""
+
+    def plant() -> None:
+        right = module("reader").window_indices
+        module("reader").window_indices = lambda codes, bits, window: (
+            codes if window == bits else wrong(codes, bits, window).astype(right(codes, bits, window).dtype)
+        )
+
+    return plant
+
+
+def windows_of(stream: Any, starts: Any, window: int) -> Any:
+    """Windows of a stream of bits (rows, many)."""
+    return sum(stream[:, starts + i].astype("u4") << i for i in range(window))
+
+
+def bits_of(codes: Any, bits: int) -> Any:
+    """The bits of rows of codes, each code's lowest first."""
+    return (codes[..., None] >> np.arange(bits, dtype="u1") & 1).reshape(len(codes), -1)
+
+
+def not_cyclic(codes: Any, bits: int, window: int) -> Any:
+    """Behind a row's last code there are zeros."""
+    return windows_of(np.pad(bits_of(codes, bits), ((0, 0), (0, 16))), np.arange(codes.shape[1]) * bits, window)
+
+
+def over_padding(codes: Any, bits: int, window: int) -> Any:
+    """The padding codes are part of the cycle."""
+    n = codes.shape[1]
+    stream = bits_of(np.pad(codes, ((0, 0), (0, -n % 32))), bits)
+    return windows_of(np.tile(stream, 2), np.arange(n) * bits, window)
+
+
+def once_around(codes: Any, bits: int, window: int) -> Any:
+    """A row shorter than the window is gone around once, then come zeros."""
+    stream = np.pad(np.tile(bits_of(codes, bits), 2), ((0, 0), (0, 16)))
+    return windows_of(stream, np.arange(codes.shape[1]) * bits, window)
+
+
+def own_code_highest(codes: Any, bits: int, window: int) -> Any:
+    """A code's bits are the highest of its index, those of the codes behind it follow downwards."""
+    index, n = np.zeros(codes.shape, "u8"), codes.shape[1]
+    reach = -(-window // bits)
+    for k in range(reach):
+        index |= np.roll(np.tile(codes, (1, 1 + reach // n)), -k, axis=1)[:, :n].astype("u8") << (reach - 1 - k) * bits
+    return index >> (reach * bits - window)
+
+
+def ends_at_its_code(codes: Any, bits: int, window: int) -> Any:
+    """A window is the bits up to the end of its code, not from its start."""
+    stream = np.tile(bits_of(codes, bits), 18)
+    return windows_of(stream, (np.arange(codes.shape[1]) + 1) * bits - window + 17 * codes.shape[1] * bits, window)
+
+
+def windows_in_order() -> None:
+    """Centroids must rise whatever the window."""
+    right = module("verify").codebook_faults
+    module("verify").codebook_faults = lambda centroids, bits, where: right(centroids, 16, where)
+
+
+def windows_uniform() -> None:
+    """Evenly spaced centroids are uniform whatever the window."""
+    right = python._codebook
+    python._codebook = lambda centroids, bits: right(centroids, len(centroids).bit_length() - 1)
+
+
 # fault -> (what plants it, cases that must notice)
 FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "msb-first": (msb_first, "valid/codes-all-*"),
@@ -144,6 +211,13 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "bf16-as-f16": (bf16_as_f16, "valid/bias-bf16-*"),
     "inverse-not-transposed": (inverse_not_transposed, "valid/matrix-*"),
     "schema-first": (schema_first, "order/*schema-violation*"),
+    "windows-not-cyclic": (windows(not_cyclic), "valid/window-b4-*"),
+    "windows-over-padding": (windows(over_padding), "valid/window-b3-*"),
+    "windows-once-around": (windows(once_around), "valid/window-b1-*"),
+    "windows-own-code-highest": (windows(own_code_highest), "valid/window-b2-*"),
+    "windows-end-at-their-code": (windows(ends_at_its_code), "valid/window-b5-*"),
+    "windows-in-order": (windows_in_order, "valid/window-*"),
+    "windows-uniform": (windows_uniform, "valid/window-not-*"),
 }
 
 if __name__ == "__main__":
