@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from builder.recipe import build
+from recipe import build
 
 HERE = Path(__file__).resolve().parent
 SECONDS = 10.0  # of processor time

@@ -350,7 +350,12 @@ def _to_tree(node: Any) -> Any:
 
 def _sorted(tree: Any) -> Any:
     if isinstance(tree, dict):
-        return {key: _sorted(tree[key]) for key in sorted(tree, key=lambda key: key.encode("utf-16-be"))}
+        plain = all(map(str.isascii, tree))  # then all orders are one
+        return {key: _sorted(tree[key]) for key in sorted(tree, key=None if plain else _utf16)}
     if isinstance(tree, list | tuple):
         return [_sorted(item) for item in tree]
     return tree
+
+
+def _utf16(text: str) -> bytes:
+    return text.encode("utf-16-be")

@@ -20,3 +20,4 @@ MAX_ATTACHMENT_NAME = 255  # the common limit of file systems
 MAX_RANK = 8  # axes of a tensor; numpy, MLX and safetensors agree on at least that
 ORTHOGONALITY_TOLERANCE = 1e-4  # largest |F F^T - I|; a float32 QR of order 16384 stays below
 HAAR_TOLERANCE = 1e-5  # largest |F u - witness|; LAPACKs differ by about 1e-7
+WRITER_SHARE = 0.5  # of these two tolerances, what a writer allows itself: no reader's rounding decides

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rsv_format.errors import RsvError
-from rsv_format.limits import ORTHOGONALITY_TOLERANCE
+from rsv_format.limits import HAAR_TOLERANCE, ORTHOGONALITY_TOLERANCE
 from rsv_format.packing import unpack_padded
-from rsv_format.rotation import Transform
+from rsv_format.rotation import Transform, haar_witness
 
 _CHUNK = 8 * 2**20  # bytes of temporaries
 _BLOCK = 2**21  # elements of a factor in binary64 at a time; their product is done in less than a second
@@ -45,9 +45,14 @@ def diagonal_faults(transform: Transform, where: str) -> Faults:
 
 
 def factor_faults(
-    transform: Transform, where: str, progress: Callable[[float], None] = lambda fraction: None
+    transform: Transform,
+    where: str,
+    progress: Callable[[float], None] = lambda fraction: None,
+    *,
+    share: float = 1.0,
 ) -> Faults:
-    """nonfinite_value; not_orthogonal of a matrix; haar_witness_mismatch of a derived one."""
+    """nonfinite_value; not_orthogonal of a matrix; haar_witness_mismatch of a derived one. `share` of the tolerances
+    is allowed."""
     if transform.stored is None:
         return
     broken = list(_finite(transform.stored, where))
@@ -56,13 +61,17 @@ def factor_faults(
         return
     if transform.factor == "matrix":
         worst = _off_identity(transform.factor_matrix(), progress)
-        if not worst <= ORTHOGONALITY_TOLERANCE:
+        if not worst <= share * ORTHOGONALITY_TOLERANCE:
             yield RsvError("not_orthogonal", where, f"F F^T is off the identity by {worst:.1e}")
         return
     try:
-        transform.factor_matrix(progress)
+        derived = haar_witness(transform.factor_matrix(progress))
     except RsvError as e:
         yield RsvError(e.code, where, e.detail)
+        return
+    worst = float(np.abs(derived - transform.stored).max())
+    if not worst <= share * HAAR_TOLERANCE:
+        yield RsvError("haar_witness_mismatch", where, f"it differs by {worst:.1e} from what the seed gives")
 
 
 def codes_faults(codes: NDArray[np.uint32], bits: int, in_features: int, where: str) -> Faults:

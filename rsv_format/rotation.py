@@ -20,6 +20,7 @@ from rsv_format.limits import HAAR_TOLERANCE, MAX_HAAR
 Floats = NDArray[np.floating[Any]]
 
 _DENSE_HARTLEY = 256  # above this order an FFT is faster than a dense product
+_PLAIN = (2.0**-40, 2.0**40)  # magnitudes whose sums and products are far from an end of float32
 _SPLITMIX_GAMMA = 0x9E3779B97F4A7C15
 _SPLITMIX_BLOCK = 2**20  # numbers drawn at a time, so that temporaries stay small
 
@@ -110,11 +111,11 @@ class Transform:
 
     def apply(self, x: Floats) -> Floats:
         """Transform activations: x @ T.T for x (..., dim), in x's own precision."""
-        return self.rotate(x if self.d is None else x * self.d.astype(x.dtype, copy=False))
+        return _scaled(self.rotate, x if self.d is None else x * self.d.astype(x.dtype, copy=False))
 
     def apply_inverse(self, w: Floats) -> Floats:
         """Take rows back to the original basis: w @ T for w (..., dim); W = apply_inverse(W_rot)."""
-        back = self.rotate_back(w)
+        back = _scaled(self.rotate_back, w)
         return back if self.d is None else back * self.d.astype(w.dtype, copy=False)
 
     def matrix(self) -> NDArray[np.float32]:
@@ -155,6 +156,19 @@ class Transform:
         a = min(splits, key=lambda a: self.m * a + self.hadamard // a)
         outer = np.kron(self.factor_matrix(), hadamard(a)) if a > 1 else self.factor_matrix()
         return outer, hadamard(self.hadamard // a)
+
+
+def _scaled(rotate: Callable[[Floats], Floats], x: Floats) -> Floats:
+    """rotate(x). Rows near an end of their type's range are scaled by a power of two meanwhile: sums on the way, most
+    of all within a Fourier transform, would overflow where the result does not (RSV-723)."""
+    high = np.maximum(x.max(axis=-1, keepdims=True, initial=0), -x.min(axis=-1, keepdims=True, initial=0))
+    high = high.astype(np.float64)  # a narrow type would not hold the bounds
+    odd = (high != 0) & ((high < _PLAIN[0]) | (high > _PLAIN[1])) & np.isfinite(high)
+    if not odd.any():
+        return rotate(x)
+    exponents = np.where(odd, np.frexp(high)[1], 0)
+    with np.errstate(over="ignore", under="ignore"):
+        return np.asarray(np.ldexp(rotate(np.ldexp(x, -exponents)), exponents), x.dtype)
 
 
 @lru_cache(maxsize=32)

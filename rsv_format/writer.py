@@ -36,7 +36,7 @@ from rsv_format.header import (
     replace,
 )
 from rsv_format.layout import MAGIC, build_prologue, layer_layout
-from rsv_format.limits import MAX_HEADER_NBYTES, PROLOGUE_NBYTES
+from rsv_format.limits import MAX_HEADER_NBYTES, PROLOGUE_NBYTES, WRITER_SHARE
 from rsv_format.outputs import Kind, Output, write_all
 from rsv_format.payload import codebook_faults, codes_faults, diagonal_faults, factor_faults, floats_faults
 from rsv_format.rotation import Transform
@@ -250,6 +250,7 @@ def _undigested(header: Header) -> Header:
 
 def _checked(header: Header) -> Header:
     """The header as a reader would take it, without digests."""
+    header = replace(header, metadata={key: _unicode(value) for key, value in header.metadata.items()})
     try:
         text = build_header(_undigested(header))
     except (AttributeError, TypeError, ValueError, RecursionError) as e:  # lone surrogates, objects that JSON lacks
@@ -257,6 +258,11 @@ def _checked(header: Header) -> Header:
     header = parse_header(text)
     check_references(header)
     return header
+
+
+def _unicode(text: str) -> str:
+    """The text with U+FFFD for half of a surrogate pair, as file names that are not UTF-8 have them in Python."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if isinstance(text, str) else text
 
 
 class Writer:
@@ -270,7 +276,8 @@ class Writer:
         Replaced at the end, in one step; it may be the RSV file that the content is read from.
     header : Header
         With digests of any value, its entries in any order; the tables are addressed by the position that
-        they have in it. Equal codebooks and transforms must have been merged by the caller.
+        they have in it. Equal codebooks and transforms must have been merged by the caller. Half of a surrogate
+        pair in a value of the metadata becomes U+FFFD.
     force : bool
         Replace a file that is not RSV, or write-protected; but never a model in another format.
 
@@ -344,9 +351,11 @@ class Writer:
         self._put(("layer", data.name), parts)
 
     def tensor(self, name: str, array: NDArray[Any]) -> None:
-        """Write a tensor's elements."""
+        """Write a tensor's elements; of bool, 1 for whatever is not 0."""
         entry = self._entry(self._tensors, name)
         _fits(name, "tensor", array, entry.dtype, entry.shape)
+        if entry.dtype == "bool" and array.max(initial=0) > 1:
+            array = (array != 0).view(np.uint8)
         self._put(("tensor", name), [(0, _bytes(array, entry.dtype))])
 
     def attachment(self, name: str, data: bytes | memoryview) -> None:
@@ -415,7 +424,7 @@ class Writer:
             m = transform.m
             _fits(name, "factor", transform.stored, "f32", (m, m) if transform.factor == "matrix" else (m,))
         _refuse(diagonal_faults(transform, name))
-        _refuse(factor_faults(transform, name))
+        _refuse(factor_faults(transform, name, share=WRITER_SHARE))
 
     def _with_digests(self) -> Header:
         def digest(kind: str, name: str) -> str:

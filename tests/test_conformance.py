@@ -122,6 +122,14 @@ def test_unsupported_is_no_failure(tmp_path: Path) -> None:
     assert re.search(r"all +0 +0 +2", done.stdout)
 
 
+def test_the_runner_starts_without_the_builder(tmp_path: Path) -> None:
+    copied = shutil.copytree(KIT, tmp_path / "kit", ignore=shutil.ignore_patterns("builder", "readers", "__pycache__"))
+    command = [sys.executable, "-S", str(copied / "run.py"), "--write", str(tmp_path / "out"), "--only", "*/bits-*"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "invalid" / "bits-9.rsv").stat().st_size == 16384
+
+
 def test_kernel_packing() -> None:
     for case in kernel("packing")["cases"]:
         codes, bits = np.array([case["codes"]], np.uint8), case["bits"]

@@ -286,3 +286,31 @@ def test_a_transform_of_nothing_is_the_identity() -> None:
         x = np.random.default_rng(1).standard_normal((2, t.dim)).astype(np.float32)
         assert np.array_equal(t.apply(x), x) and np.array_equal(t.apply_inverse(x), x)
         assert np.array_equal(t.factor_matrix(), np.eye(t.m)) and t.diagonal is None and t.d is None
+
+
+@pytest.mark.parametrize("peak", [2.0**-126, 1e-30, 2.0**-41, 1.0, 2.0**41, 1e30, 3e36])
+@pytest.mark.parametrize("factor", [None, "hartley"])
+def test_rows_near_the_ends_of_float32(peak: float, factor: str | None) -> None:
+    """RSV-723: nothing overflows on the way to a result that float32 can hold; rows of other sizes stand beside."""
+    m, n = 4099, 1 if factor else 4
+    t = Transform(m * n, n, factor=factor)
+    rows = np.random.default_rng(5).standard_normal((3, m * n)).astype(np.float32)
+    rows /= np.abs(rows).max()
+    rows[0] *= np.float32(peak)
+    rows[2] = 0
+    for got, wide in (
+        (t.apply(rows), t.apply(rows.astype(np.float64))), (t.apply_inverse(rows), t.apply_inverse(rows.astype(float))),
+    ):  # fmt: skip
+        assert got.dtype == np.float32 and np.isfinite(got).all() and not got[2].any()
+        for i in (0, 1):
+            scale = np.abs(wide[i]).max()
+            assert np.linalg.norm((got[i].astype(float) - wide[i]) / scale) <= TOLERANCE * np.sqrt(m * n)
+
+
+def test_rows_that_are_not_finite_stay_apart() -> None:
+    t = Transform(12, 4, factor="hartley")
+    rows = np.ones((3, 12), np.float32)
+    rows[0, 3], rows[1, 5] = np.nan, np.inf
+    with np.errstate(invalid="ignore"):
+        got = t.apply(rows)
+    assert np.isfinite(got[2]).all() and not np.isfinite(got[:2]).any()

@@ -310,7 +310,7 @@ U1 = TensorData("u8", np.zeros(2, "u1"))
         ({"attachments": {"../a": AttachmentData("a/b", b"")}}, "schema_violation"),
         ({"attachments": {"a": AttachmentData("json", b"")}}, "schema_violation"),
         ({"metadata": {"a": 1}}, "schema_violation"),
-        ({"metadata": {"a": "\udfff"}}, "content_invalid"),
+        ({"metadata": {"\udfff": "a"}}, "content_invalid"),
         ({"metadata": {1: "a"}}, "content_invalid"),
         ({"extensions": {"a": {1: 2}}}, "content_invalid"),
         ({"extensions": {"a": [{None: 2}]}}, "content_invalid"),
@@ -784,3 +784,65 @@ def test_a_relative_path_and_a_long_one(tmp_path: Path, monkeypatch: pytest.Monk
         write(name, **sample())
         assert rsv_format.verify(name) == []
     assert debris(tmp_path) == []
+
+
+# --- what a writer puts right, and what it allows itself -------------------------------------------------------------
+
+
+def test_half_a_surrogate_pair_in_metadata_is_replaced(tmp_path: Path) -> None:
+    """As os.fsdecode gives for a file name that is not UTF-8."""
+    metadata = {"source": os.fsdecode(b"mod\xe8le.gguf"), "name": "\ud83d\ude00", "plain": "é"}
+    path = tmp_path / "a.rsv"
+    rsv_format.write(path, metadata=metadata)
+    with rsv_format.open(path) as file:
+        assert dict(file.metadata) == {"source": "mod\ufffdle.gguf", "name": "\U0001f600", "plain": "é"}
+    header = Header((), (), (), (), (), metadata, (), {})
+    with Writer(tmp_path / "b.rsv", header):
+        pass
+    assert (tmp_path / "b.rsv").read_bytes() == path.read_bytes()
+
+
+def test_bool_elements_become_0_or_1(tmp_path: Path) -> None:
+    given = np.array([[0, 1, 2], [255, 0, 128]], np.uint8)
+    written(tmp_path / "a", {"tensors": {"mask": TensorData("bool", given)}})
+    with rsv_format.open(tmp_path / "a") as file:
+        assert file.tensors["mask"].array.tolist() == [[0, 1, 1], [1, 0, 1]]
+    assert given.max() == 255
+
+
+@pytest.mark.parametrize(("off", "fine"), [(4e-5, True), (6e-5, False), (9e-5, False), (2e-4, False)])
+def test_a_writer_allows_itself_half_the_tolerance_of_a_matrix(tmp_path: Path, off: float, fine: bool) -> None:
+    """RSV-804; a reader takes up to 1e-4."""
+    stored = np.array([[1, off, 0], [0, 1, 0], [0, 0, 1]], np.float32)
+    layer = make_layer(1, "a", 2, 2, Transform(6, 2, factor="matrix", stored=stored))
+    if fine:
+        rsv_format.verify(written(tmp_path / "a", {"layers": [layer]}))
+    else:
+        assert refused(tmp_path / "a", {"layers": [layer]}).code == "content_invalid"
+
+
+@pytest.mark.parametrize(("off", "fine"), [(4e-6, True), (6e-6, False), (9e-6, False), (2e-5, False)])
+def test_a_writer_allows_itself_half_the_tolerance_of_a_witness(tmp_path: Path, off: float, fine: bool) -> None:
+    stored = haar_witness(haar(3, 7)) + np.array([0, off, 0], np.float32)
+    layer = make_layer(1, "a", 2, 2, Transform(6, 2, factor="haar", seed=7, stored=stored))
+    if fine:
+        rsv_format.verify(written(tmp_path / "a", {"layers": [layer]}))
+    else:
+        assert refused(tmp_path / "a", {"layers": [layer]}).code == "content_invalid"
+
+
+def test_many_layers_with_a_transform_each(tmp_path: Path) -> None:
+    """Work that grows with the square of the layers would take minutes."""
+    count, ones = 20_000, np.ones(1, np.float32)
+    codes, centroids = np.zeros((1, 1), np.uint32), np.array([-1, 1], np.float32)
+    layers = [
+        LayerData(f"l{i}", 4, 1, codes, ones, centroids, Transform(4, 4, values=np.full(4, 1 + i, np.float32)))
+        for i in range(count)
+    ]
+    path = tmp_path / "a.rsv"
+    rsv_format.write(path, layers=layers)
+    with rsv_format.open(path) as file:
+        assert len(file.header.transforms) == len(file.layers) == count
+        for i in (0, 1, 10, 9_999, 19_999):
+            transform = file.layers[f"l{i}"].transform
+            assert transform is not None and transform.values is not None and transform.values[0] == 1 + i

@@ -197,6 +197,23 @@ def windows_uniform() -> None:
     python._codebook = lambda centroids, bits: right(centroids, len(centroids).bit_length() - 1)
 
 
+def rows_as_they_are() -> None:
+    """Rows near the end of float32 are transformed as they are: sums on the way overflow."""
+    module("rotation")._scaled = lambda rotate, x: rotate(x)
+
+
+def padding_in_the_product() -> None:
+    """A padding code that is not zero changes the codes of its row."""
+    reader = module("reader")
+    right = reader.Layer._unpacked
+
+    def wrong(self: Any, rows: slice) -> Any:
+        spare = reader.unpack_padded(self.codes[rows], self.bits)[:, self.in_features :]
+        return right(self, rows) ^ spare.any(axis=1, keepdims=True).astype("u1")
+
+    reader.Layer._unpacked = wrong
+
+
 # fault -> (what plants it, cases that must notice)
 FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "msb-first": (msb_first, "valid/codes-all-*"),
@@ -217,6 +234,8 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "windows-own-code-highest": (windows(own_code_highest), "valid/window-b2-*"),
     "windows-end-at-their-code": (windows(ends_at_its_code), "valid/window-b5-*"),
     "windows-in-order": (windows_in_order, "valid/window-*"),
+    "rows-as-they-are": (rows_as_they_are, "valid/range-*"),
+    "padding-in-the-product": (padding_in_the_product, "invalid/*padding-code-*"),
     "windows-uniform": (windows_uniform, "valid/window-not-*"),
 }
 

@@ -110,15 +110,15 @@ def dequantize(path: str) -> dict[str, Any]:
 
 def encode(path: str) -> dict[str, Any]:
     with open(path, encoding="utf-8") as f:
-        content = json.load(f)
+        content = json.load(f, object_pairs_hook=_members)
     layers = [_layer(entry) for entry in content["layers"]]
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for t in content["tensors"]:
         data = np.frombuffer(bytes.fromhex(t["data"]), NUMPY[t["dtype"]]).reshape(t["shape"])
-        tensors[t["name"]] = rsv_format.TensorData(t["dtype"], data)
-    attachments = {
-        a["name"]: rsv_format.AttachmentData(a["media_type"], bytes.fromhex(a["data"])) for a in content["attachments"]
-    }
+        _put(tensors, t["name"], rsv_format.TensorData(t["dtype"], data))
+    attachments: dict[str, Any] = {}
+    for a in content["attachments"]:
+        _put(attachments, a["name"], rsv_format.AttachmentData(a["media_type"], bytes.fromhex(a["data"])))
     with tempfile.TemporaryDirectory() as folder:
         target = os.path.join(folder, "out.rsv")
         rsv_format.write(
@@ -127,6 +127,18 @@ def encode(path: str) -> dict[str, Any]:
         )  # fmt: skip
         with open(target, "rb") as f:
             return {"file": base64.b64encode(f.read()).decode()}
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise RsvError("json_duplicate_key", "description", "an object has a name twice")
+    return dict(pairs)
+
+
+def _put(items: dict[str, Any], name: str, item: Any) -> None:
+    if name in items:
+        raise RsvError("duplicate_name", name[:100], "it is given twice")
+    items[name] = item
 
 
 def _floats(digits: list[str]) -> Any:

@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from recipe import Recipe, build
+
 from builder.doc import sha256
-from builder.recipe import Recipe, build
 
 TOLERANCE = {"w": 1e-5, "tx": 1e-5, "y": 1e-4}
 

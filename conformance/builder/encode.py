@@ -70,16 +70,18 @@ def content(doc: Doc) -> dict[str, Any]:
 
 
 def all_cases(cases: Cases) -> None:
-    def add(id: str, doc: Doc, rules: list[str], what: str, tree: dict[str, Any] | None = None) -> None:
-        text = _dump(tree or content(doc))
+    def add(
+        id: str, doc: Doc, rules: list[str], what: str, tree: dict[str, Any] | None = None, text: bytes | None = None
+    ) -> None:
+        text = text or _dump(tree or content(doc))
         rules = [*rules, "RSV-816", "RSV-817"]
         cases.add(Case(f"encode-{id}", "encode", doc.render(), "valid", rules, {"encode": "valid"}, what, content=text))
 
-    def refuse(id: str, error: str, rules: list[str], tree: dict[str, Any], what: str, base: str) -> None:
+    def refuse(id: str, error: str, rules: list[str], tree: dict[str, Any] | bytes, what: str, base: str) -> None:
         assert error in PHASE
         cases.add(Case(
             f"encode-{id}", "encode", b"", "invalid", ["RSV-801", *rules], {"encode": "invalid"}, what, error=error,
-            content=_dump(tree), base=f"encode-{base}",
+            content=tree if isinstance(tree, bytes) else _dump(tree), base=f"encode-{base}",
         ))  # fmt: skip
 
     example = valid.spec_example()
@@ -226,6 +228,51 @@ def all_cases(cases: Cases) -> None:
         "a window of 1 for codes of 2 bits",
         "spec-example",
     )
+    doc = valid.base_matrix()
+    F = f32_list(doc.blobs["factor", 0])
+    doc.put(("factor", 0), f32_bytes([F[0] * (1 + 2e-5), *F[1:]]))
+    add("matrix-nearly", doc, ["RSV-804"], "a matrix factor that misses the identity by less than 5e-5")
+    off = [f32_hex(v) for v in [F[0] * (1 + 4e-5 / F[0] ** 2), *F[1:]]]
+    refuse(
+        "matrix-half-tolerance",
+        "not_orthogonal",
+        ["RSV-609", "RSV-804"],
+        changed(valid.base_matrix(), lambda t: t["layers"][0]["transform"]["factor"].update(values=off)),
+        "a matrix factor that misses the identity by 8e-5: readers take it",
+        "matrix",
+    )
+    w = witness(haar(3, 42))
+    off_witness = [f32_hex(v) for v in [w[0] + 7e-6, *w[1:]]]
+    refuse(
+        "witness-half-tolerance",
+        "haar_witness_mismatch",
+        ["RSV-610", "RSV-804"],
+        changed(valid.base_haar(), lambda t: t["layers"][0]["transform"]["factor"].update(witness=off_witness)),
+        "a witness that is 7e-6 off: readers take it",
+        "haar",
+    )
+    doc = Doc()
+    doc.tensor("mask", "bool", [5], bytes([0, 1, 1, 1, 1]))
+    tree = content(doc)
+    tree["tensors"][0]["data"] = "000102ff80"
+    add("bool-bytes", doc, ["RSV-541"], "elements of bool that are neither 0 nor 1", tree)
+    doc = Doc()
+    doc.header["extensions"] = {"org.example": [0, {"a": 0}]}
+    text = _dump(content(doc)).replace(b" 0,", b" -0,").replace(b'"a": 0', b'"a": -0')
+    assert text.count(b"-0") == 2
+    add("minus-zero", doc, ["RSV-205", "RSV-811"], "-0 in an extension is 0", text=text)
+    text = _dump(content(example)).replace(b'"name": "tiny"', b'"name": "tiny", "name": "tinier"')
+    refuse("duplicate-member", "json_duplicate_key", ["RSV-206"], text, "an object of the description has a name twice",
+           "spec-example")  # fmt: skip
+    for table, name, rule in (("tensors", "t", "RSV-409"), ("attachments", "A.txt", "RSV-410")):
+        refuse(
+            f"two-{table}-one-name",
+            "duplicate_name",
+            [rule],
+            changed(pair, lambda t, table=table, name=name: t[table][1].update(name=name)),
+            f"two {table} of one name",
+            "shared",
+        )
     refuse(
         "two-layers-one-name",
         "duplicate_name",

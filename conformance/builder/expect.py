@@ -197,7 +197,7 @@ class Transform:
         return [a * b for a, b in zip(self._rotate(w, True), self.d, strict=True)]
 
 
-def dequantize(doc: Doc, *, y: bool = True) -> dict[str, Any]:
+def dequantize(doc: Doc) -> dict[str, Any]:
     """The output, and what run.py needs to compare it: d, norm(w) and norm(x * d) as members of `bounds`."""
     transforms = [Transform(doc, i) for i in range(len(doc.header["transforms"]))]
     books = [f32_list(doc.blobs["codebook", i]) for i in range(len(doc.header["codebooks"]))]
@@ -214,6 +214,8 @@ def dequantize(doc: Doc, *, y: bool = True) -> dict[str, Any]:
         bias = part["bias"]
         w = [rotated[r] if T is None else T.row(rotated[r]) for r in rows]
         plain = T is None or all(v == 1 for v in T.d)
+        norms = [norm(rotated[r]) for r in rows]
+        bound = all(v == 0 or 2.0**-100 <= v <= 2.0**100 for v in (norm(xd) * v for v in norms))  # RSV-725
         out.append({
             "name": entry["name"],
             "w_rot": floats([len(rotated), n], [v for row in rotated for v in row]),
@@ -222,11 +224,11 @@ def dequantize(doc: Doc, *, y: bool = True) -> dict[str, Any]:
             "y": [
                 f32_hex(math.fsum(a * b for a, b in zip(tx, rotated[r], strict=True)) + (bias[r] if bias else 0.0))
                 for r in rows
-            ] if y else None,
+            ] if bound else None,
             "bounds": {
                 "exact": T is None,
                 "d": None if plain or T is None else [f32_hex(T.d[c]) for c in columns],
-                "norm_w": [f32_hex(norm(rotated[r])) for r in rows] if y else None,
+                "norm_w": [f32_hex(v) for v in norms],
                 "norm_xd": f32_hex(norm(xd)),
                 "bias": None if bias is None else [f32_hex(bias[r]) for r in rows],
             },

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from recipe import Recipe, build, split
+
 from builder.cases import PHASE, Case, Cases
 from builder.doc import Doc
-from builder.recipe import Recipe, build, split
 
 DROP = object()
 
@@ -24,7 +25,9 @@ def add(
     faults: list[str] | None = None,
     recipe: Recipe | None = None,
     group: str = "invalid",
+    dequantize: dict[str, Any] | None = None,
 ) -> None:
+    """dequantize: what must come out although the file is not sound (RSV-511)."""
     flags = list(flags or [])
     if recipe is not None:
         flags.append("large")
@@ -39,6 +42,8 @@ def add(
         if "derived" in flags:
             code = "haar_witness_mismatch"
             operations["dequantize"] = "invalid" if error == code else f"invalid:{code}"
+        if dequantize is not None:
+            operations["dequantize"] = "valid"
     else:
         operations = {"decode": "invalid", "verify": "invalid", "dequantize": "invalid"}
     rules = [rules] if isinstance(rules, str) else rules
@@ -48,6 +53,8 @@ def add(
         rules = [*rules, "RSV-002"]
     if operations["decode"] == "accepted":
         rules = [*rules, "RSV-003"]
+    if dequantize is not None:
+        rules = [*rules, "RSV-511"]
     cases.add(
         Case(
             id,
@@ -62,6 +69,7 @@ def add(
             flags=flags,
             base=base,
             recipe=recipe,
+            expected=None if dequantize is None else {"dequantize": dequantize},
         )
     )
 

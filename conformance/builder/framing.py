@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 
+from recipe import part
+
 from builder import valid
 from builder.cases import Cases
 from builder.doc import Doc, prologue_bytes
 from builder.fault import add
 from builder.kernel import align
-from builder.recipe import part
 
 
 def all_cases(cases: Cases) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 
-from builder import valid
+from builder import expect, valid
 from builder.cases import Cases
 from builder.doc import Doc
 from builder.fault import add, with_value
@@ -126,10 +126,12 @@ def all_cases(cases: Cases) -> None:
         change: Callable[[bytes], bytes],
         what: str,
         *flags: str,
+        dequantize: bool = False,
     ) -> None:
         new = of.copy()
         new.put(key, change(new.blobs[key]))
-        add(cases, id, error, rules, new.render(), what, base=base, flags=list(flags))
+        expected = expect.dequantize(of) if dequantize else None
+        add(cases, id, error, rules, new.render(), what, base=base, flags=list(flags), dequantize=expected)
 
     layer = ("layer", 0)
     for id, byte in (("scales-first", 16), ("scales-last", 63), ("bias-first", 72), ("bias-last", 127)):
@@ -160,6 +162,7 @@ def all_cases(cases: Cases) -> None:
                 layer,
                 lambda b, k=bit: set_bit(b, k),
                 f"the {id} bit of the padding codes of row 0",
+                dequantize=True,
             )
         blob(
             f"padding-code-b{bits}-last-row",
@@ -170,6 +173,7 @@ def all_cases(cases: Cases) -> None:
             layer,
             lambda b, k=8 * row_nbytes + 40 * bits: set_bit(b, k),
             "a padding code of the last row",
+            dequantize=True,
         )
     for bit in (6, 7):
         blob(

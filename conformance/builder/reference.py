@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from recipe import squeeze
+
 from builder import valid
 from builder.cases import Cases
 from builder.doc import Doc, layer_blob
 from builder.fault import add, with_value
 from builder.kernel import align, f32_bytes, witness
-from builder.recipe import squeeze
 
 
 def all_cases(cases: Cases) -> None:

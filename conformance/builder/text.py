@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from recipe import part, squeeze
+
 from builder import valid
 from builder.cases import Cases
 from builder.doc import prologue_bytes
 from builder.fault import add
 from builder.kernel import align
-from builder.recipe import part, squeeze
 
 
 def all_cases(cases: Cases) -> None:

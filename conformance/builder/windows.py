@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from builder import valid
+from builder import expect, valid
 from builder.cases import Cases
 from builder.doc import Doc, bias_bytes, layer_blob
 from builder.fault import add, with_value
@@ -110,10 +110,14 @@ def all_cases(cases: Cases) -> None:
     valid.add(cases, "window-bits-differ", bits_differ(), [*RULES, "RSV-814"],
               "equal centroids for codes of 2, 3 and 5 bits are three codebooks")  # fmt: skip
 
-    def blob(id: str, error: str, rules: str, of: Doc, base: str, key: tuple[str, int], data: bytes, what: str) -> None:
+    def blob(
+        id: str, error: str, rules: str, of: Doc, base: str, key: tuple[str, int], data: bytes, what: str,
+        dequantize: bool = False,
+    ) -> None:  # fmt: skip
         new = of.copy()
         new.put(key, data)
-        add(cases, id, error, rules, new.render(), what, base=base)
+        expected = expect.dequantize(of) if dequantize else None
+        add(cases, id, error, rules, new.render(), what, base=base, dequantize=expected)
 
     book = base_order.blobs["codebook", 0]
     for id, value in (("nan", 0x7FC00000), ("inf", 0x7F800000)):
@@ -126,7 +130,7 @@ def all_cases(cases: Cases) -> None:
     data = bytearray(padded.blobs["layer", at])
     data[33 * 3 // 8] |= 1 << 33 * 3 % 8
     blob("window-padding-code", "padding_nonzero", "RSV-604", padded, "base-window-padded", ("layer", at), bytes(data),
-         "the first bit behind the codes of a row, which a window must not see")  # fmt: skip
+         "the first bit behind the codes of a row, which a window must not see", dequantize=True)  # fmt: skip
     more = with_value(valid.spec_example(), "/codebooks/0/window", 3)
     add(cases, "window-of-half-a-table", "blob_digest_mismatch", "RSV-602", more.render(),
         "four centroids for a window of 3")  # fmt: skip

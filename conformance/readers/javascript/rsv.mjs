@@ -28,6 +28,7 @@ export const MAX_ATTACHMENT_NAME = 255;
 export const MAX_RANK = 8;
 export const ORTHOGONALITY_TOLERANCE = 1e-4;
 export const HAAR_TOLERANCE = 1e-5;
+export const WRITER_SHARE = 0.5; // of these tolerances
 
 const MAGIC = [0x89, 0x52, 0x53, 0x56, 0x0d, 0x0a, 0x1a, 0x0a];
 const HARTLEY_MATRIX_MAX = 4096; // above it, RSV-705 forbids memory of the order of m * m
@@ -621,7 +622,7 @@ class Parser {
 
 /**
  * Parses a header by RSV-201 to RSV-207. Objects become JsonObject. With `strict: false`, other numbers
- * (OtherNumber), duplicate names and lone surrogates are let through; the limits are the ones given.
+ * (OtherNumber) and lone surrogates are let through; the limits are the ones given.
  */
 export function parseJson(bytes, options = {}) {
   const maximum = FREE_JSON_VALUES + Math.floor(bytes.length / JSON_VALUE_NBYTES);
@@ -630,10 +631,10 @@ export function parseJson(bytes, options = {}) {
   scan(bytes, maxDepth, maxValues);
   const parser = new Parser(bytes);
   const value = parser.text();
-  if (strict) {
-    if (parser.number >= 0) throw new RsvError("json_number", `header byte ${parser.number}`);
-    if (parser.twice >= 0) throw new RsvError("json_duplicate_key", `in the object at header byte ${parser.twice}`);
-    if (parser.lone >= 0) throw new RsvError("json_lone_surrogate", `in the string at header byte ${parser.lone}`);
+  if (strict && parser.number >= 0) throw new RsvError("json_number", `header byte ${parser.number}`);
+  if (parser.twice >= 0) throw new RsvError("json_duplicate_key", `in the object at header byte ${parser.twice}`);
+  if (strict && parser.lone >= 0) {
+    throw new RsvError("json_lone_surrogate", `in the string at header byte ${parser.lone}`);
   }
   return value;
 }
@@ -1735,9 +1736,22 @@ export function witnessOf(f, m) {
   return w;
 }
 
-function witnessAgrees(f, m, witness) {
+function witnessAgrees(f, m, witness, share = 1) {
   // not "> tolerance": a NaN in an unverified witness must not agree with anything
-  return witnessOf(f, m).every((value, i) => Math.abs(value - witness[i]) <= HAAR_TOLERANCE);
+  return witnessOf(f, m).every((value, i) => Math.abs(value - witness[i]) <= share * HAAR_TOLERANCE);
+}
+
+/** What a writer checks beyond `verify`: the factors, with a share of the tolerances [RSV-804]. */
+export function checkFactors(file, share) {
+  file.transforms.forEach((t, i) => {
+    const fault = (code, what) => {
+      throw new RsvError(code, `transforms[${i}]: ${what}`);
+    };
+    if (t.factorKind === "matrix") checkOrthogonal(t.stored(), t.m, fault, share);
+    if (t.factorKind === "haar" && !witnessAgrees(t.deriveHaar(), t.m, t.stored(), share)) {
+      fault("haar_witness_mismatch", "too far off for a writer");
+    }
+  });
 }
 
 // ----------------------------------------------------------------------------------------------- verify
@@ -1817,9 +1831,9 @@ function verifyLayer(layer, fault) {
 }
 
 // max abs(F @ F.T - I) <= tolerance, in binary64 [RSV-609]; blocks of 4 by 4 rows.
-function checkOrthogonal(f, m, fault) {
+function checkOrthogonal(f, m, fault, share = 1) {
   const check = (i, j, dot) => {
-    if (!(Math.abs(i === j ? dot - 1 : dot) <= ORTHOGONALITY_TOLERANCE)) {
+    if (!(Math.abs(i === j ? dot - 1 : dot) <= share * ORTHOGONALITY_TOLERANCE)) {
       fault("not_orthogonal", `rows ${Math.min(i, j)} and ${Math.max(i, j)}`);
     }
   };

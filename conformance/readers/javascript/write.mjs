@@ -7,7 +7,9 @@ import {
   OtherNumber,
   PROLOGUE_NBYTES,
   RsvError,
+  WRITER_SHARE,
   align,
+  checkFactors,
   checkHeader,
   headerDigest,
   open,
@@ -79,7 +81,8 @@ export function packCodes(codes, rows, inFeatures, bits) {
  */
 export function write({ layers = [], tensors = [], attachments = [], metadata = {}, extensions = {} }) {
   layers = byName(layers);
-  tensors = byName(tensors);
+  tensors = byName(tensors).map((item) => // RSV-541
+    item.dtype === "bool" ? { ...item, data: item.data.map((byte) => +(byte !== 0)) } : item);
   attachments = byName(attachments);
   const shared = { codebooks: [], transforms: [] }; // {entry, blobs}, in order of first use
   const positions = new Map();
@@ -176,6 +179,8 @@ export function write({ layers = [], tensors = [], attachments = [], metadata = 
     file.set(item, align(end, CELL));
     end = align(end, CELL) + item.length;
   }
-  verify(open(file, { maxWork: Infinity })); // RSV-801
+  const written = open(file, { maxWork: Infinity });
+  verify(written); // RSV-801
+  checkFactors(written, WRITER_SHARE);
   return file;
 }
