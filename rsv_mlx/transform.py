@@ -1,4 +1,8 @@
-"""The transform of activations, x @ T.T with T = (F (x) H_n) diag(d), and its inverse (SPEC section 7)."""
+"""The transform of activations, x @ T.T with T = (F (x) H_n) diag(d), and its inverse (SPEC section 7).
+
+All of it is float32, as it comes: sums on the way may overflow for rows above 2^80, far beyond any model's
+(RSV-724).
+"""
 
 from __future__ import annotations
 
