@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from rsv_mlx.linear import QuantizedLinear
 from rsv_mlx.packed import Packed, weight_dtype, weight_shape
 from rsv_mlx.switch import QuantizedSwitchLinear, is_switch
 from rsv_mlx.tracing import Trace, alias, make_stub, trace
+from rsv_mlx.uses import assigned
 
 _NAMED = 8  # names that an error lists; the rest are counted
 
@@ -84,6 +85,7 @@ def make_plan(
     placed, parameters, kept = _sanitized(model, layers, tensors, dequantized)
     modules = dict(model.named_modules())  # type: ignore[no-untyped-call]
     wanted: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore
+    own = assigned(model)
     packed: dict[str, Place] = {}
     dense: dict[str, tuple[str, bool]] = {}
     missing: list[str] = []
@@ -99,7 +101,7 @@ def make_plan(
         has_bias = module.has_bias if isinstance(module, Packed) else "bias" in module
         if shape not in (_layer_shape(layer), (layer.stack, layer.out_features, layer.in_features)):
             misshapen.append(f"{path} {_layer_shape(layer)}, not {shape}")
-        elif kind is not None:
+        elif kind is not None and path.rpartition(".")[2] not in own:
             packed[path] = Place(name, kind, weight_dtype(module))
         else:
             dense[path] = name, has_bias
@@ -199,6 +201,24 @@ def _sanitized(
     placed = {path.removesuffix(".weight"): name for name in layers for path in paths.get(f"{name}.weight", ())}
     parameters = {path: array for path, array in results.items() if found.origins.get(path) not in stubs}
     return placed, parameters, found.origins.keys() & parameters.keys()
+
+
+def changed_when_loaded(model: Module, paths: Collection[str]) -> set[str]:
+    """Those of these layers, which MLX has not quantized, that `sanitize` makes something else of: packed, they would
+    not be what they are now when they are loaded."""
+    if not hasattr(model, "sanitize"):
+        return set()
+    modules = dict(model.named_modules())  # type: ignore[no-untyped-call]
+    stubs = {f"{path}.weight": make_stub(modules[path].weight.shape) for path in paths if "scales" not in modules[path]}
+    own: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore
+    before = _structure(model)
+    try:
+        results = model.sanitize({name: alias(array) for name, array in (own | stubs).items()})
+    except Exception:  # it is meant for checkpoints
+        return set()
+    finally:
+        _restore(before)
+    return {name.removesuffix(".weight") for name in trace(stubs, results).touched}
 
 
 def _parts(layer: Layer) -> list[tuple[str, tuple[int, ...]]]:

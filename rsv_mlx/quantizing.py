@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 import rsv_format
 from rsv_format import LayerData, Role, RsvError
-from rsv_mlx.binding import install, packed_kind
+from rsv_mlx.binding import changed_when_loaded, install, packed_kind
 from rsv_mlx.calibrate import random_importance
 from rsv_mlx.codebook import Codebook
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.packed import Packed, dense_rows, weight_dtype, weight_shape
 from rsv_mlx.transform import Transform
+from rsv_mlx.uses import assigned
 
 Floats = NDArray[np.floating[Any]]
 
@@ -54,7 +55,8 @@ def quantize_model(
     model : Module
         With nn.Linear, mlx-lm's SwitchLinear, nn.Embedding, or MLX's quantized forms of them; other modules,
         the routers of a mixture of experts, and layers that are packed already stay as they are. What the model's
-        own `quant_predicate` leaves out stays too, and what it wants to have 8 bits has so many.
+        own `quant_predicate` leaves out stays too, what it wants to have 8 bits has so many; a layer whose weight the
+        model sets as it runs, or changes whenever it is loaded, stays.
     bits, codebook, window, rotation, seed, threads
         As `rsv_format.quantize_matrix`.
     importance : mapping, "auto" or None
@@ -127,6 +129,9 @@ class _Job:
         leaves: Any = self.model.leaf_modules()  # type: ignore[no-untyped-call]
         modules: list[tuple[str, Any]] = tree_flatten(leaves, is_leaf=Module.is_module)  # type: ignore
         candidates = {path: bits for path, module in modules if (bits := self._bits_of(path, module)) is not None}
+        own = assigned(self.model)
+        dense = changed_when_loaded(self.model, candidates) | {x for x in candidates if x.rpartition(".")[2] in own}
+        candidates = {path: bits for path, bits in candidates.items() if path not in dense}
         self._refuse_idle("include", self.include, candidates)
         self._refuse_idle("exclude", self.exclude, dict(modules))
         for path, module in modules:
