@@ -37,12 +37,9 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import PackageNotFoundError, version
+        from rsv_format import __version__  # brings numpy: not before it is asked for
 
-        try:
-            typer.echo(f"rsv {version('rsv-format')}")
-        except PackageNotFoundError:
-            typer.echo("rsv from a checkout")
+        typer.echo(f"rsv {__version__}")
         raise typer.Exit
 
 

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from rsv_format.header import TransformEntry
 
+_NARROW = 60  # columns; below them numbers would push names out
+
 
 def size(nbytes: int) -> str:
     """As "341 MB", in powers of ten and three digits."""
@@ -61,11 +63,24 @@ def transform(entry: TransformEntry | None) -> str:
 
 
 def table(title: str, *columns: str, **options: Any) -> Table:
-    """A table of this tool; a column whose name starts with > is right-aligned."""
+    """A table of this tool; a column whose name starts with > is right-aligned. Where there is no room for columns
+    side by side, each row is its first cell on a line and the others below it."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
-    made = Table(
+    class Fitting(Table):
+        def __rich_console__(self, console: Any, room: Any) -> Any:
+            if room.max_width >= _NARROW:
+                yield from super().__rich_console__(console, room)
+                return
+            yield Text(f"\n{title}", "bold")
+            for cells in zip(*(column.cells for column in self.columns), strict=True):
+                facts = [str(cell) for cell in cells[1:] if isinstance(cell, str | Text) and str(cell)]
+                yield Text(str(cells[0]), overflow="fold")
+                yield Text(f"  {' · '.join(facts)}", "dim", overflow="fold")
+
+    made = Fitting(
         title=f"\n{title}",
         title_justify="left",
         title_style="bold",
@@ -85,3 +100,10 @@ def table(title: str, *columns: str, **options: Any) -> Table:
             header_style="dim",
         )
     return made
+
+
+def tell_rest(made: Table, rows: int, shown: int) -> None:
+    """A last row for those that are not shown."""
+    if rows > shown:
+        made.add_section()
+        made.add_row(f"… and {rows - shown} more; --max-rows shows them, --json says all", style="dim")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import asdict
+from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +16,7 @@ from rich.text import Text
 
 from rsv_cli import describe, terminal
 from rsv_cli.files import opened_file
-from rsv_cli.options import USUAL_ORDER, Json, MaxOrder, Quiet, RsvFile
+from rsv_cli.options import USUAL_ORDER, USUAL_ROWS, Json, MaxOrder, MaxRows, Quiet, RsvFile
 from rsv_cli.session import FAILED, error_object, report, session
 
 if TYPE_CHECKING:
@@ -39,19 +41,23 @@ _MEANING = {
 }
 _BAR_WIDTH = 28
 _WIDE = 108  # columns from which there is room for remarks
-_LONGEST_VALUE = 300  # characters of a metadata value on a terminal
+_LONGEST_NAME, _LONGEST_VALUE = 100, 300  # characters of a metadata key, or an extension's name, and of a value
+_FEW = 20  # extensions that are named
+_FAULTS = 100  # lines of faults
 
 
 def info(
     file: RsvFile,
     layers: Annotated[bool, typer.Option("--layers", help="List every layer and tensor, not families.")] = False,
+    max_rows: MaxRows = USUAL_ROWS,
     as_json: Json = False,
 ) -> None:
     """Show where the bytes of a file went.
 
     Sizes by kind of content and by layer, bits per weight, rotations, kept tensors, attachments and metadata.
     Layers that differ only in their number are shown as one family, [dim]model.layers.*.mlp.up_proj[/dim].
-    Only the header is read, so it is quick on any file; [bold]rsv verify[/bold] looks at the rest.
+    Only the header is read, so it is quick on any file; [bold]rsv verify[/bold] looks at the rest. Of a GGUF or
+    safetensors file, or a model folder, it says what it is.
 
     Example: [bold cyan]rsv info model.rsv[/bold cyan]
     """
@@ -63,7 +69,7 @@ def info(
             if as_json:
                 terminal.write_json(_info_tree(file, opened, summary))
             else:
-                _print_info(terminal.stdout(), file, opened, summary, layers)
+                _print_info(terminal.stdout(), file, opened, summary, layers, max_rows)
 
 
 def verify(
@@ -97,8 +103,11 @@ def verify(
             tree = {"path": str(file), "valid": not faults, "nbytes": nbytes, "blobs": blobs}
             terminal.write_json({**head, **tree, "faults": [error_object(fault) for fault in faults]})
         else:
-            for fault in faults:
+            for fault in faults[:_FAULTS]:
                 report(fault)
+            if len(faults) > _FAULTS:
+                more = f"and {len(faults) - _FAULTS} more, which --json lists"
+                terminal.stderr().print(Text(more, "dim"), soft_wrap=True)
             if faults:
                 noun = "fault" if len(faults) == 1 else "faults"
                 terminal.stderr().print(Text(f"{terminal.plain(str(file))}: {len(faults)} {noun}", "bold red"))
@@ -122,7 +131,7 @@ def _info_tree(path: Path, file: File, summary: Summary) -> dict[str, Any]:
         "kept": [asdict(family) for family in summary.kept],
         "by_kind": summary.by_kind,
         "codebooks": [
-            {"bits": entry.bits, "window": entry.window, "centroids": [float(c) for c in file.codebook(i)]}
+            {"bits": entry.bits, "window": entry.window, "centroids": [_number(c) for c in file.codebook(i)]}
             for i, entry in enumerate(header.codebooks)
         ],
         "transforms": [
@@ -165,6 +174,12 @@ def _info_tree(path: Path, file: File, summary: Summary) -> dict[str, Any]:
     }
 
 
+def _number(value: Any) -> float | str:
+    """A number for JSON, which has none that are not finite: those are strings."""
+    number = float(value)
+    return number if isfinite(number) else str(number)
+
+
 def _stored(file: File) -> Counter[int]:
     """Bytes of each transform's blobs, by its position in the table."""
     stored: Counter[int] = Counter()
@@ -174,7 +189,7 @@ def _stored(file: File) -> Counter[int]:
     return stored
 
 
-def _print_info(console: Console, path: Path, file: File, summary: Summary, every: bool) -> None:
+def _print_info(console: Console, path: Path, file: File, summary: Summary, every: bool, most: int) -> None:
     title = Text(terminal.plain(path.name), "bold")
     facts = [
         describe.size(file.nbytes),
@@ -186,17 +201,19 @@ def _print_info(console: Console, path: Path, file: File, summary: Summary, ever
     wide = console.width >= _WIDE
     console.print(_kinds(summary, wide))
     if file.layers:
-        console.print(_layers(file, every, wide))
+        console.print(_layers(file, every, wide, most))
     if file.header.transforms:
-        console.print(_transforms(file))
+        console.print(_transforms(file, most))
     if file.tensors:
-        console.print(_tensors(file, every))
+        console.print(_tensors(file, every, most))
     if file.attachments:
-        console.print(_attachments(file))
+        console.print(_attachments(file, most))
     if file.metadata:
-        console.print(_metadata(file))
+        console.print(_metadata(file, most))
     if file.header.extensions:
-        console.print(Text(f"extensions: {terminal.plain(', '.join(file.header.extensions))}"))
+        names = [terminal.short(name, _LONGEST_NAME) for name in islice(file.header.extensions, _FEW)]
+        more = len(file.header.extensions) - len(names)
+        console.print(Text(f"extensions: {terminal.plain(', '.join(names))}{f' and {more} more' if more else ''}"))
 
 
 def _kinds(summary: Summary, wide: bool) -> Table:
@@ -212,7 +229,7 @@ def _kinds(summary: Summary, wide: bool) -> Table:
     return table
 
 
-def _layers(file: File, every: bool, wide: bool) -> Table:
+def _layers(file: File, every: bool, wide: bool, most: int) -> Table:
     from rsv_format.summary import family
 
     groups: dict[tuple[str, str, str, str], list[LayerEntry]] = {}
@@ -230,7 +247,7 @@ def _layers(file: File, every: bool, wide: bool) -> Table:
         groups.setdefault(key, []).append(entry)
     remark = ["transform"] if wide else []
     table = describe.table("Layers", "name", ">", ">shape", ">bits", ">size", ">share", *remark)
-    for (name, shape, bits, kind), entries in groups.items():
+    for (name, shape, bits, kind), entries in islice(groups.items(), most):
         nbytes = sum(file.layers[entry.name].nbytes for entry in entries)
         table.add_row(
             Text(terminal.plain(name)),
@@ -241,17 +258,18 @@ def _layers(file: File, every: bool, wide: bool) -> Table:
             describe.percent(nbytes, file.nbytes),
             *([Text(kind, "dim")] if wide else []),
         )
+    describe.tell_rest(table, len(groups), most)
     return table
 
 
-def _transforms(file: File) -> Table:
+def _transforms(file: File, most: int) -> Table:
     users = Counter(entry.transform for entry in file.header.layers)
     stored = _stored(file)
     groups: dict[str, list[int]] = {}
     for i, transform in enumerate(file.header.transforms):
         groups.setdefault(describe.transform(transform), []).append(i)
     table = describe.table("Transforms", "kind", ">", ">layers", ">size", ">share", "on load")
-    for text, members in groups.items():
+    for text, members in islice(groups.items(), most):
         nbytes = sum(stored[i] for i in members)
         factor = file.header.transforms[members[0]].factor
         derived = factor is not None and factor.kind == "haar"
@@ -263,10 +281,11 @@ def _transforms(file: File) -> Table:
             describe.percent(nbytes, file.nbytes),
             Text("derived by QR: slow" if derived else "ready", "yellow" if derived else "dim"),
         )
+    describe.tell_rest(table, len(groups), most)
     return table
 
 
-def _tensors(file: File, every: bool) -> Table:
+def _tensors(file: File, every: bool, most: int) -> Table:
     from rsv_format.summary import family, why_kept
 
     groups: dict[tuple[str, str, str, str], list[int]] = {}
@@ -275,7 +294,7 @@ def _tensors(file: File, every: bool) -> Table:
         key = (name, tensor.dtype, describe.shape(tensor.shape), why_kept(tensor))
         groups.setdefault(key, []).append(tensor.nbytes)
     table = describe.table("Kept tensors", "name", ">", "dtype", ">shape", ">size", ">share", "why")
-    for (name, dtype, shape, reason), sizes in groups.items():
+    for (name, dtype, shape, reason), sizes in islice(groups.items(), most):
         table.add_row(
             Text(terminal.plain(name)),
             f"×{len(sizes)}" if len(sizes) > 1 else "",
@@ -285,20 +304,23 @@ def _tensors(file: File, every: bool) -> Table:
             describe.percent(sum(sizes), file.nbytes),
             Text(reason, "dim"),
         )
+    describe.tell_rest(table, len(groups), most)
     return table
 
 
-def _attachments(file: File) -> Table:
+def _attachments(file: File, most: int) -> Table:
     table = describe.table("Attachments", "name", "type", ">size", ">share")
-    for item in file.attachments.values():
+    for item in islice(file.attachments.values(), most):
         share = describe.percent(item.nbytes, file.nbytes)
         table.add_row(Text(item.name), Text(terminal.plain(item.media_type)), describe.size(item.nbytes), share)
+    describe.tell_rest(table, len(file.attachments), most)
     return table
 
 
-def _metadata(file: File) -> Table:
+def _metadata(file: File, most: int) -> Table:
     table = describe.table("Metadata", "key", "value")
-    for key, value in file.metadata.items():
-        short = value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}... ({len(value)} characters)"
-        table.add_row(Text(terminal.plain(key)), Text(terminal.plain(short)))
+    for key, value in islice(file.metadata.items(), most):
+        shown = (terminal.short(key, _LONGEST_NAME), terminal.short(value, _LONGEST_VALUE))
+        table.add_row(*(Text(terminal.plain(text)) for text in shown))
+    describe.tell_rest(table, len(file.metadata), most)
     return table

@@ -29,3 +29,5 @@ MaxOrder = Annotated[
     typer.Option("--max-order", min=1, metavar="N", help="Of a rotation matrix that is derived from a seed or "
                  "checked: several may take as long together as one of this order. 8192 takes 8 times as long."),
 ]  # fmt: skip
+USUAL_ROWS = 1000
+MaxRows = Annotated[int, typer.Option("--max-rows", min=1, metavar="N", help="Of each table; --json says all.")]

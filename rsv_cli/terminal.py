@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 Progress = Callable[[int, int, str], None]
+PHASES = ("importance", "bits")  # of quantizing, before it begins
 _USUAL_WIDTH = 80  # of a terminal that does not tell
 _PIPED_WIDTH = 132  # columns of a table that no terminal limits
 
@@ -104,9 +105,18 @@ def progress(label: str, *, quiet: bool = False, of_bytes: bool = False) -> Iter
         TextColumn("{task.description}"), BarColumn(32), TaskProgressColumn(), *amount, TimeRemainingColumn(),
         name_column, console=stderr(), transient=True,
     ) as bars:  # fmt: skip
-        task = bars.add_task(label, total=None, name="")
+        tasks = {
+            label: bars.add_task(label, total=None, name="")
+        }  # one bar a phase: a name may begin with its phase's, as "importance: layer"
 
         def told(done: int, total: int, name: str) -> None:
-            bars.update(task, completed=done, total=total, name=plain(name))
+            phase, _, rest = name.rpartition(": ")
+            phase = phase if phase in PHASES else label
+            if phase not in tasks:
+                for earlier in tasks.values():
+                    bars.remove_task(earlier)
+                tasks.clear()
+                tasks[phase] = bars.add_task(phase, total=None, name="")
+            bars.update(tasks[phase], completed=done, total=total, name=plain(rest if phase != label else name))
 
         yield told

@@ -2,7 +2,7 @@
 
 Modules, bottom up:
 
-- errors, limits: codes and fixed sizes
+- errors, limits, version: codes and fixed sizes
 - outputs: what may be replaced, and how
 - layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
 - roles: what tensors are for, by their names;  decoder: a model run in numpy
@@ -28,9 +28,11 @@ from rsv_format.rotation import Transform
 from rsv_format.sources import Source, SourceTensor, open_source
 from rsv_format.summary import Summary, summarize
 from rsv_format.verify import verify
+from rsv_format.version import VERSION as __version__
 from rsv_format.writer import AttachmentData, LayerData, TensorData, Writer, write
 
 __all__ = [
+    "__version__",
     "CODES",
     "EMBEDDING_BITS",
     "PAGE",

@@ -37,6 +37,18 @@ _PROLOGUE = c.Struct(
 )
 
 
+_TAKEN = "which rsv quantize takes"
+_OTHERS = {
+    b"GGUF": f"a GGUF file, {_TAKEN}",
+    b"PK\x03\x04": "a zip file, as PyTorch's checkpoints are: rsv quantize takes safetensors",
+    b"version https://git-lfs": "a pointer of Git LFS: the file itself has not been fetched",
+    b"\x1f\x8b": "one that gzip has packed",
+    b"<!DOCTYPE": "a web page",
+    b"<html": "a web page",
+    b"{": "JSON",
+}  # what people take for one
+
+
 @dataclass(frozen=True)
 class Prologue:
     """The first 64 bytes of a file."""
@@ -67,13 +79,23 @@ def header_digest(prologue: bytes, text: bytes) -> bytes:
     return hashlib.sha256(prologue[:_SIGNED_NBYTES] + text).digest()
 
 
+def _what_it_is(data: bytes) -> str:
+    """A file of another kind, by its first bytes, in words."""
+    for start, kind in _OTHERS.items():
+        if data.startswith(start):
+            return kind
+    if data[8:9] == b"{" and int.from_bytes(data[:8], "little") < 2**32:
+        return f"a safetensors file, {_TAKEN}"
+    return f"one that begins with {data[:8].hex(' ')}"
+
+
 def parse_prologue(data: bytes, actual_nbytes: int) -> Prologue:
     """Check the framing of a file of `actual_nbytes` from its first 64 bytes, in the order of SPEC section 9."""
     if len(data) < PROLOGUE_NBYTES:
         raise RsvError("file_too_short", "file", f"{len(data)} bytes; the prologue alone has {PROLOGUE_NBYTES}")
     p = _PROLOGUE.parse(bytes(data[:PROLOGUE_NBYTES]))
     if p.magic != MAGIC:
-        raise RsvError("bad_magic", "magic", f"{p.magic.hex(' ')} is not {MAGIC.hex(' ')}: not an RSV file")
+        raise RsvError("bad_magic", "magic", f"not an RSV file, but {_what_it_is(bytes(data))}")
     if p.version_major != VERSION_MAJOR:
         raise RsvError("unsupported_version", "version_major", f"{p.version_major}; this reader knows {VERSION_MAJOR}")
     if p.flags != 0:

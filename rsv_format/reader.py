@@ -150,7 +150,8 @@ def _stored(source: Source, mmap: bool) -> _Memory | _Disk:
         return _stored_in(source, mmap)
     except OSError as e:
         name = os.fspath(source) if isinstance(source, str | os.PathLike) else "file object"
-        raise RsvError("io_error", str(name), e.strerror or str(e)) from e
+        detail = "is a folder, which rsv quantize takes" if isinstance(e, IsADirectoryError) else e.strerror or str(e)
+        raise RsvError("io_error", str(name), detail) from e
 
 
 def _stored_in(file: IO[bytes], mmap: bool) -> _Memory | _Disk:

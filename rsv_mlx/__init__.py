@@ -18,6 +18,7 @@ try:
 except ImportError as e:  # pragma: no cover
     raise ImportError("rsv_mlx needs MLX: pip install 'rsv-format[mlx]'") from e
 
+from rsv_format import __version__
 from rsv_mlx.adopt import LoadReport, adoption_obstacle
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.evaluating import evaluate
@@ -28,6 +29,7 @@ from rsv_mlx.saving import save
 from rsv_mlx.switch import QuantizedSwitchLinear
 
 __all__ = [
+    "__version__",
     "LoadReport",
     "QuantizedEmbedding",
     "QuantizedLinear",

@@ -92,7 +92,7 @@ def save(
             if name.rpartition(".")[0] not in packed
         },
         attachments=_attachments(model, config, None if tokenizer_from is None else Path(tokenizer_from)),
-        metadata={"generator": f"rsv-format {_version()}", **(metadata or {})},
+        metadata={"generator": f"rsv-format {rsv_format.__version__}", **(metadata or {})},
         force=force,
     )
 
@@ -161,12 +161,3 @@ def _affine(model: Module) -> dict[str, Any]:
         if "scales" in module and "weight" in module and not isinstance(module, Packed)
     }
     return {**next(iter(found.values())), **found} if found else {}
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # it takes longer than all of this module
-
-    try:
-        return version("rsv-format")
-    except PackageNotFoundError:  # run from a checkout
-        return "unknown"

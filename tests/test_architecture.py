@@ -19,6 +19,7 @@ PUBLIC = {
     "TensorData", "Transform", "Writer", "default_text", "evaluate", "evaluate_logits", "group_transform",
     "layer_role", "open", "open_source", "pack", "quantize", "quantize_layers", "quantize_matrix", "random_tokens",
     "save", "share_groups", "summarize", "table_bits", "text_windows", "unpack", "verify", "write",
+    "__version__",
 }  # fmt: skip
 # conformance is independent of the implementation that it tests, but for what drives it
 DRIVERS = {"conformance/adapters/python.py", "conformance/adapters/faulty.py", "conformance/faulty.py"}
@@ -91,7 +92,7 @@ def test_what_declares_the_format_is_imported_in_one_place(package: str, module:
 
 # the layers of rsv_format: a module may import those in the lines above it, and those of its own that are named
 LAYERS = [
-    {"errors": set(), "limits": set()},
+    {"errors": set(), "limits": set(), "version": set()},
     {"layout": set(), "outputs": set(), "householder": set(), "decoder": set()},
     {"packing": set(), "codebook": set(), "rotation": set(), "dtypes": set()},
     {"header": set(), "payload": set(), "roles": set()},

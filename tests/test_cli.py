@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import json
 import os
 import re
@@ -23,6 +25,7 @@ from typer.testing import CliRunner, Result
 import rsv_format
 from rsv_cli import adoption, describe, terminal
 from rsv_cli.app import app
+from rsv_format import RsvError, TensorData
 from rsv_format.summary import family
 
 CONFIG = {"model_type": "llama", "hidden_size": 96}
@@ -103,7 +106,10 @@ def test_help_of_a_command_has_an_example(command: str) -> None:
 
 
 def test_version() -> None:
-    assert ok("--version").startswith("rsv ")
+    assert ok("--version") == f"rsv {rsv_format.__version__}\n"
+    for module in ("rsv_format", "rsv_mlx"):
+        pytest.importorskip("mlx.core") if module == "rsv_mlx" else None
+        assert importlib.import_module(module).__version__ == rsv_format.__version__
 
 
 def test_no_arguments_show_help() -> None:
@@ -623,6 +629,141 @@ def test_doctor_survives_a_missing_or_crashing_mlx(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(subprocess, "run", crash)
     assert adoption.probe()["detail"] == "the attempt ended with -11: Segmentation fault"
+
+
+# ---- what people see
+
+
+@pytest.mark.parametrize("columns", ["0", "-1", "x", ""])
+def test_columns_that_are_none_silence_nothing(columns: str, quantized: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "COLUMNS": columns}
+    assert "model.layers.*.mlp.down_proj" in process("info", quantized, env=environment).stdout
+    assert "error[io_error]" in process("info", tmp_path / "none.rsv", env=environment).stderr
+    assert "Missing argument" in process("info", env=environment).stderr
+
+
+@pytest.mark.parametrize("columns", [20, 30, 44, 59])
+def test_names_stay_in_narrow_tables(
+    columns: int, quantized: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for text in (ok("info", quantized), ok("compare", model, quantized)):
+        whole = text if columns > 28 else text.replace("\n", "")
+        assert "model.layers.*.mlp.down_proj" in whole and "model.layers.*.self_attn.q_proj" in text.replace("\n", "")
+    assert "model.layers.0.input_layernorm.weight" in ok("info", quantized, "--layers").replace("\n", "")
+
+
+def test_tables_are_shortened(tmp_path: Path) -> None:
+    tensors = {f"t{chr(97 + i // 26)}{chr(97 + i % 26)}": TensorData("u8", np.zeros(0, np.uint8)) for i in range(300)}
+    metadata = {"K" * 10**6: "v" * 10**6} | {f"k{i}": "" for i in range(300)}
+    extensions = {"E" * 10**6: 1} | {f"e{i}": 1 for i in range(30)}
+    rsv_format.write(tmp_path / "m.rsv", tensors=tensors, metadata=metadata, extensions=extensions)
+    text = ok("info", tmp_path / "m.rsv", "--max-rows", 10)
+    assert text.count("and 290 more; --max-rows shows them") == 1 and "and 291 more" in text and len(text) < 10_000
+    assert "(1000000 characters)" in text and "and 11 more" in text
+    assert "taa" in text and "tlm" not in text and "tlm" in ok("info", tmp_path / "m.rsv", "--max-rows", 301)
+    assert len(json.loads(ok("info", tmp_path / "m.rsv", "--json"))["metadata"]) == 301
+
+
+def test_faults_are_shortened(tmp_path: Path) -> None:
+    rsv_format.write(tmp_path / "m.rsv", tensors={f"t{i}": TensorData("u8", np.ones(1, np.uint8)) for i in range(150)})
+    data = bytearray((tmp_path / "m.rsv").read_bytes())
+    with rsv_format.open(tmp_path / "m.rsv") as file:
+        for blob in file.blobs:
+            data[blob.offset] ^= 1
+    (tmp_path / "m.rsv").write_bytes(data)
+    said = failed(1, "verify", tmp_path / "m.rsv").stderr
+    assert said.count("error[") == 100 and "and 50 more, which --json lists" in said and "150 faults" in said
+    assert len(json.loads(failed(1, "verify", tmp_path / "m.rsv", "--json").stdout)["faults"]) == 150
+
+
+def test_numbers_that_are_not_finite_in_json(tmp_path: Path) -> None:
+    layer = rsv_format.quantize_matrix(np.ones((2, 32), np.float32), name="a", bits=1)
+    rsv_format.write(tmp_path / "m.rsv", layers=[layer])
+    data = bytearray((tmp_path / "m.rsv").read_bytes())
+    with rsv_format.open(tmp_path / "m.rsv") as file:
+        offset = next(blob.offset for blob in file.blobs if blob.kind == "codebook")
+    data[offset : offset + 8] = np.array([np.nan, np.inf], "<f4").tobytes()
+    (tmp_path / "m.rsv").write_bytes(data)
+    assert json.loads(ok("info", tmp_path / "m.rsv", "--json"))["codebooks"][0]["centroids"] == ["nan", "inf"]
+
+
+@pytest.mark.parametrize(
+    "start, kind",
+    [
+        (b"GGUF\3\0\0\0", "a GGUF file, which rsv quantize takes"), (b"PK\3\4", "zip"), (b"<html>", "a web page"),
+        (b"\x10\0\0\0\0\0\0\0{}", "a safetensors file, which rsv quantize takes"),
+        (b"version https://git-lfs.github.com/spec/v1", "a pointer of Git LFS"), (b"abcdefgh", "61 62 63 64 65 66 67"),
+    ],
+)  # fmt: skip
+def test_files_of_another_kind_are_told(start: bytes, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(start.ljust(100, b" "))
+    assert kind in failed(1, "info", tmp_path / "x").stderr
+    assert "is a folder, which rsv quantize takes" in failed(1, "info", tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    "raised, code",
+    [
+        (MemoryError("no room for 9 GB"), "out_of_memory"), (OSError(28, "full"), "io_error"),
+        (RuntimeError("[malloc] Unable to allocate 9"), "out_of_memory"),
+        (KeyError("x"), "internal_error"), (RecursionError("deep"), "internal_error"),
+    ],
+)  # fmt: skip
+def test_whatever_is_raised_is_one_line(
+    raised: Exception, code: str, quantized: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(rsv_format, "open", fail)
+    said = failed(1, "info", quantized).stderr
+    assert said.startswith(f"error[{code}]") and said.count("\n") == 1
+    assert json.loads(failed(1, "info", quantized, "--json").stdout)["error"] == code
+    monkeypatch.setenv("RSV_TRACEBACK", "1")
+    if code == "internal_error":
+        assert rsv("info", quantized).exception is raised
+
+
+def test_text_of_a_model_on_a_terminal_and_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "a\tb\n\x1b]0;owned\x07\u202e\x9b31m"
+    for terminal_there, shown in ((False, text), (True, "a\tb\n\\x1b]0;owned\\x07\\u202e\\x9b31m")):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda there=terminal_there: there)
+        monkeypatch.setattr(sys, "stdout", stream)
+        terminal.write_text(text)
+        monkeypatch.undo()
+        assert stream.getvalue() == shown
+
+
+def test_phases_of_progress_have_bars_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, float | None]] = []
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    from rich.progress import Progress
+
+    made = Progress.add_task
+    monkeypatch.setattr(Progress, "add_task", lambda *a, **k: shown.append((a[1], k["total"])) or made(*a, **k))
+    with terminal.progress("quantizing") as told:
+        for done, total, name in ((0, 2, "importance: a"), (2, 2, "importance: b"), (0, 9, "a"), (9, 9, "odd: b")):
+            told(done, total, name)
+    assert [label for label, _ in shown] == ["quantizing", "importance", "quantizing"]
+
+
+def test_what_is_missing_is_named_and_what_is_not_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rsv_format.sources.base import library
+
+    def fail(name: str) -> None:
+        raise raised
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    for raised, part in (
+        (ModuleNotFoundError("No module named 'tokenizers'", name="tokenizers"), "tokenizers is not installed"),
+        (ImportError("libgomp: cannot allocate memory in static TLS block"), "cannot allocate memory"),
+    ):
+        with pytest.raises(RsvError, match=f"missing_dependency at x: .*{part}") as info:
+            library("tokenizers", "x")
+        assert ("pip install" in info.value.detail) is isinstance(raised, ModuleNotFoundError)
 
 
 # ---- as a process: pipes, signals, streams

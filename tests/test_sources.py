@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -288,19 +290,58 @@ def test_mlx_layers_without_biases(tmp_path: Path) -> None:
 def test_a_hub_repository_is_read_as_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub")
     write_folder(tmp_path, {}, model=plain("a"))
-    monkeypatch.setattr(hub, "snapshot_download", lambda spec, **patterns: str(tmp_path))
+    asked: list[dict[str, Any]] = []
+
+    def download(spec: str, **options: Any) -> str:
+        asked.append(options)
+        return str(tmp_path)
+
+    def answer(api: Any, spec: str, timeout: float) -> Any:
+        return SimpleNamespace(sha="abc")
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(hub.HfApi, "model_info", answer)
     source = open_source("some-org/some-model")
     assert (source.path, list(source.tensors)) == ("some-org/some-model", ["a"])
+    assert asked[0]["revision"] == "abc" and "*.py" not in asked[0]["allow_patterns"]
 
 
 def test_a_hub_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     hub = pytest.importorskip("huggingface_hub")
 
-    def fail(spec: str, **patterns: list[str]) -> str:
+    def fail(*arguments: Any, **options: Any) -> str:
         raise RuntimeError("no network")
 
+    monkeypatch.setattr(hub.HfApi, "model_info", fail)
     monkeypatch.setattr(hub, "snapshot_download", fail)
     refuses("io_error", lambda: open_source("some-org/some-model"), "no network")
+
+
+def test_a_hub_that_never_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is given up; what is in the cache is taken without it."""
+    hub = pytest.importorskip("huggingface_hub")
+    write_folder(tmp_path, {}, model=plain("a"))
+    cached: list[Path] = []
+
+    def download(spec: str, **options: Any) -> str:
+        if not cached:
+            raise RuntimeError("not in the cache")
+        assert options["local_files_only"]
+        return str(cached[0])
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(hub.HfApi, "__init__", lambda api: None)
+        monkeypatch.setattr(hub.HfApi, "model_info", lambda api, spec, timeout: _wait(server.getsockname(), timeout))
+        monkeypatch.setattr(hub, "snapshot_download", download)
+        monkeypatch.setattr(hub_module, "_SECONDS", 0.1)
+        refuses("io_error", lambda: open_source("some-org/some-model"), "does not answer within 0.1 s")
+        cached.append(tmp_path)
+        assert list(open_source("some-org/some-model").tensors) == ["a"]
+
+
+def _wait(address: tuple[str, int], timeout: float) -> None:
+    with socket.create_connection(address, timeout) as connection:
+        connection.recv(1)
 
 
 @pytest.mark.parametrize("spec", ["name", "a/b/c", "../x", "a/..b", "/a/b", "a/", "https://a/b"])

@@ -45,6 +45,7 @@ from rsv_format.sources.experts import stack_experts
 from rsv_format.sources.imatrix import load_imatrix
 from rsv_format.summary import Summary, summarize
 from rsv_format.validate import walk
+from rsv_format.version import VERSION
 from rsv_format.writer import (
     RSV_FILE,
     AttachmentData,
@@ -312,14 +313,8 @@ class _Job:
         )
 
     def _metadata(self) -> dict[str, str]:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            own = version("rsv-format")
-        except PackageNotFoundError:  # run from a checkout
-            own = "unknown"
         metadata = {
-            "generator": f"rsv-format {own}",
+            "generator": f"rsv-format {VERSION}",
             "source": Path(self.source.path).name,
             "source.kind": self.source.kind,
             "quantizer.codebook": self.options.codebook,
@@ -386,7 +381,7 @@ class _Job:
         for group in self.groups:
             if group[0] in self.fixed_bits:
                 continue
-            self.progress(len(demands), len(self.layers), group[0])
+            self._phase("bits")(len(demands), len(self.layers), group[0])
             dim = self._weight(group[0]).shape[-1]
             squares = {name: column_squares(self._matrices(name)) for name in group}
             h, c = np.full(dim, usual), np.ones(dim)
@@ -400,6 +395,10 @@ class _Job:
                 demands.append(Demand(name, dim, rows, error if np.isfinite(error) else 0.0))
         return demands
 
+    def _phase(self, label: str) -> Progress:
+        """Progress of what comes before the quantizing, told apart by its name."""
+        return lambda done, total, name: self.progress(done, total, f"{label}: {name}")
+
     def _named_importance(self) -> str:
         """What was asked for; a file's path or a mapping is just "given"."""
         wanted = self.options.importance
@@ -408,7 +407,7 @@ class _Job:
     def _found_importance(self) -> Mapping[str, Floats]:
         """Mean squared activations of the layers for which they can be told from the model."""
         if self.options.importance == "auto":
-            found = synthetic_importance(self.source, self.options.seed, self.progress)
+            found = synthetic_importance(self.source, self.options.seed, self._phase("importance"))
             if found:
                 return found
         return self._norm_gains()

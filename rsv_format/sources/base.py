@@ -108,6 +108,9 @@ class Source:
     files: tuple[SourceFile, ...] = ()
     left_out: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"<rsv_format.Source: {self.kind} {self.path}, {len(self.tensors)} tensors>"
+
     def is_linear(self, name: str) -> bool:
         """Whether a tensor is the weight of a linear layer, (out, in), or expert stack, (n, out, in)."""
         return self.role(name) in (Role.LINEAR, Role.STACK)
@@ -169,7 +172,10 @@ def library(name: str, where: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        detail = f"{name} is not installed: pip install 'rsv-format[sources]'"
+        detail = f"{error}"  # it is there: what it lacks is something else, as memory
+        if isinstance(error, ModuleNotFoundError):
+            missing = error.name or name
+            detail = f"{missing} is not installed: pip install 'rsv-format[sources]'"
         raise RsvError("missing_dependency", where, detail) from error
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
+from typing import Any
 
 from rsv_format.errors import RsvError
 from rsv_format.sources.attachments import ATTACHED
 from rsv_format.sources.base import library
 
+_SECONDS = 10  # to wait for an answer, twice
 _FILES = (".gguf", ".safetensors", ".rsv", ".json", ".bin")  # repositories are not called so
 _REPOSITORY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*/[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -31,10 +34,23 @@ def download(spec: str) -> Path:
     if Path(owner).exists() or name.lower().endswith(_FILES):
         raise RsvError("io_error", spec, "no such file or folder")
     hub = library("huggingface_hub", spec)
+    wanted = {"allow_patterns": ["*.safetensors", "*.json", *ATTACHED], "ignore_patterns": ["*/*"]}
     try:
-        patterns = ["*.safetensors", "*.json", *ATTACHED]
-        return Path(hub.snapshot_download(spec, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        return Path(hub.snapshot_download(spec, revision=_asked(hub, spec), **wanted))
     except Exception as error:  # the hub's own errors, and those of the HTTP client below it
         reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
+            reason = f"the hub does not answer within {_SECONDS} s"
+        if not isinstance(error, hub.errors.HfHubHTTPError):  # which is an answer
+            with contextlib.suppress(Exception):
+                return Path(hub.snapshot_download(spec, local_files_only=True, **wanted))
         detail = f"no such file or folder, nor could it be downloaded as a model of the Hugging Face hub: {reason}"
         raise RsvError("io_error", spec, detail) from error
+
+
+def _asked(hub: Any, spec: str) -> str | None:
+    """The repository's present commit: one short question, so that a hub that never answers is noticed at once."""
+    if hub.constants.HF_HUB_OFFLINE:
+        return None
+    info = hub.HfApi().model_info(spec, timeout=_SECONDS)
+    return str(info.sha)
