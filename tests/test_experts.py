@@ -216,6 +216,17 @@ def test_experts_of_a_checkpoint_are_packed_and_right(name: str, layout: str, tm
     assert row.share > 0.97
 
 
+def test_all_architectures_of_mlx_lm_are_tried() -> None:
+    mlx_lm = pytest.importorskip("mlx_lm")
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    from benchmarks.tiny_models import ARCHITECTURES, LEFT_OUT
+
+    paths = (Path(mlx_lm.__file__).parent / "models").glob("*.py")
+    modules = {path.stem for path in paths if "class ModelArgs" in path.read_text("utf-8")}
+    assert modules == {MODEL_REMAPPING.get(name, name) for name in ARCHITECTURES} | LEFT_OUT.keys()
+
+
 def test_fused_experts_that_mlx_lm_would_not_load(tmp_path: Path) -> None:
     """As transformers 5 saves them: Qwen3 MoE with one parameter for all gates and ups of a block."""
     pytest.importorskip("mlx_lm")
