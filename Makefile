@@ -28,6 +28,7 @@ bench: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.quality
 	.venv-bench/bin/python -m benchmarks.load
 	.venv-bench/bin/python -m benchmarks.share
+	.venv-bench/bin/python -m benchmarks.architectures
 
 fuzz: .venv-test/ready
 	.venv-test/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'

@@ -46,7 +46,8 @@ def quantize(
     ],
     bits: Annotated[
         int | None,
-        typer.Option("--bits", "-b", min=1, max=8, help="Bits of a code, the same for all layers.", show_default="4"),
+        typer.Option("--bits", "-b", min=1, max=8, help="Bits of a code, the same for all layers but "
+                     "tables and those that mlx-lm's model wants to have 8.", show_default="4"),
     ] = None,
     bits_per_weight: Annotated[
         float | None,
@@ -110,9 +111,10 @@ def quantize(
 ) -> None:  # fmt: skip
     """Quantize a model into an RSV file.
 
-    Each linear layer is rotated, divided by its rows' root mean squares and mapped onto a codebook; everything
-    else (norms, config, tokenizer; embeddings unless asked for) is kept. Equal input and options give an equal
-    file. The output appears only when it is complete; until then what was there stays.
+    Each linear layer, stack of experts and embedding table is rotated, divided by its rows' root mean squares and
+    mapped onto a codebook; everything else (norms, routers, config, tokenizer) is kept, and named if it is more
+    than 1 % of the weights. Equal input and options give an equal file. The output appears only when it is
+    complete; until then what was there stays.
 
     Example: [bold cyan]rsv quantize ./Qwen2.5-0.5B -o qwen.rsv --bits 4 --importance imatrix.gguf[/bold cyan]
     """
