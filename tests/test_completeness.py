@@ -117,6 +117,9 @@ def test_an_index_of_an_earlier_state(tmp_path: Path) -> None:
         (tmp_path / name).unlink()
     write_safetensors(tmp_path / "model.safetensors", arrays([*blocks(), *ends()]))
     assert len(open_source(tmp_path).tensors) == 20
+    stale = json.dumps({"weight_map": {"gone.weight": "model.safetensors"}})
+    (tmp_path / "model.safetensors.index.json").write_text(stale)
+    assert len(open_source(tmp_path).tensors) == 20
 
 
 def test_weights_in_other_forms_are_named(tmp_path: Path) -> None:

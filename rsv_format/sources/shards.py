@@ -33,8 +33,8 @@ def indexed_files(folder: Path) -> dict[str, str] | None:
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise RsvError("source_invalid", where, "weight_map does not map tensor names to file names")
     files = sorted(set(weight_map.values()))
-    if (folder / WHOLE).exists() and WHOLE not in files:
-        return None  # as transformers does: the index is that of an earlier state
+    if (folder / WHOLE).exists() and (WHOLE not in files or files == [WHOLE]):
+        return None  # as transformers does: the index is of no use, or that of an earlier state
     for file in files:
         if not file.endswith(".safetensors") or "/" in file or "\\" in file or "\0" in file:
             raise RsvError("source_invalid", where, f"{file!r} is not the plain name of a .safetensors file")
