@@ -282,8 +282,18 @@ def _from_folder(path: Path) -> tuple[Module, Any]:
             for name, array in mx.load(str(file)).items()  # type: ignore[union-attr]
         }  # no weight is read
         check_config(config_of(folder), shapes)
-        model, config = mlx_lm_utils().load_model(path, lazy=True, trust_remote_code=False)
+        settings = _settings(path)
+        model, config = mlx_lm_utils().load_model(path, lazy=True, model_config=settings, trust_remote_code=False)
         return model, tokenizer(folder, config)
+
+
+def _settings(path: Path) -> dict[str, Any] | None:
+    """The config with the keys that mlx-lm's models read; None where the folder is of a kind that it alone knows."""
+    try:
+        with rsv_format.open_source(path, tokenizer=False) as source:
+            return source.config
+    except RsvError:
+        return None
 
 
 def _require(where: str, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -316,3 +317,14 @@ def test_calibrate_fails_with_a_code(folder: Path, tmp_path: Path) -> None:
     assert "error[bad_argument]" in rsv("calibrate", folder, "-t", text, "-o", out, code=2).stderr
     assert "is the input itself" in rsv("calibrate", folder, "-t", text, "-o", text, code=2).stderr
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_a_config_of_transformers_5(folder: Path, tmp_path: Path) -> None:
+    """mlx-lm's llama would take its default base instead."""
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    older = {key: value for key, value in CONFIG.items() if key != "rope_theta"}
+    given = {**older, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+    (copy / "config.json").write_text(json.dumps(given))
+    model, _ = load_anything(copy)
+    assert model.model.layers[0].self_attn.rope.base == 5e5

@@ -299,3 +299,40 @@ def test_mxfp4_that_does_not_fit(tmp_path: Path, shape: tuple[int, ...]) -> None
     }
     write_safetensors(tmp_path / "m.safetensors", tensors)
     refuses("source_invalid", lambda: open_source(tmp_path / "m.safetensors"), "down_proj_blocks")
+
+
+def test_gpt_oss_as_it_is_published_gives_mlx_lms_logits(tmp_path: Path) -> None:
+    mx = pytest.importorskip("mlx.core")
+    load_model = pytest.importorskip("mlx_lm.utils").load_model
+    import rsv_format
+    import rsv_mlx
+    from benchmarks.tiny_models import write_checkpoint
+
+    write_checkpoint("gpt_oss", tmp_path / "m")
+    weights = dict(mx.load(str(tmp_path / "m" / "model.safetensors")))
+    packed = {}
+    for name, weight in weights.items():
+        owner, _, part = name.rpartition(".experts.")
+        if not owner or part.startswith("up_proj"):
+            packed |= {} if owner else {name: weight}
+            continue
+        gate = part.startswith("gate_proj")
+        if gate:  # rows of gate and up by turns
+            both = (weight, weights[f"{owner}.experts.up_proj.{part.split('.')[1]}"])
+            weight = mx.stack(both, axis=2).reshape(weight.shape[0], -1, *weight.shape[2:])
+        fused = f"{owner}.experts.{'gate_up_proj' if gate else 'down_proj'}"
+        if part.endswith("bias"):
+            packed[f"{fused}_bias"] = weight
+        else:
+            words, scales = mx.quantize(weight, 32, 4, mode="mxfp4")
+            packed[f"{fused}_blocks"] = words.view(mx.uint8).reshape(*words.shape[:-1], -1, 16)
+            packed[f"{fused}_scales"] = scales
+    mx.save_safetensors(str(tmp_path / "m" / "model.safetensors"), packed)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    rsv_format.quantize(tmp_path / "m", tmp_path / "m.rsv", bits=8, embedding_bits=8)
+    loaded, report = rsv_mlx.load_model(tmp_path / "m.rsv", return_report=True)
+    tokens = mx.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+    wanted, found = load_model(tmp_path / "m")[0](tokens), loaded(tokens)
+    assert report.dense_nbytes == 0 and mx.linalg.norm(found - wanted) < 0.1 * mx.linalg.norm(wanted)
