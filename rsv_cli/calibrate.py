@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -11,7 +11,7 @@ from rich.text import Text
 from rsv_cli import describe, terminal
 from rsv_cli.files import tell_leftovers
 from rsv_cli.options import Force, Quiet
-from rsv_cli.session import mlx_module, scratch, session
+from rsv_cli.session import is_interrupt, mlx_module, scratch, session
 
 
 def calibrate(
@@ -29,7 +29,9 @@ def calibrate(
         typer.Option("--output", "-o", metavar="OUT.gguf", help="The importance matrix, written whole or not at all.",
                      show_default=False),
     ],
-    tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Stop after so many.")] = 32768,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "-n", min=1, help="Stop after so many. They take as long as a prompt of so many.")
+    ] = 4096,
     chunk: Annotated[int, typer.Option("--chunk", min=2, help="Tokens run together, from no context.")] = 512,
     force: Force = False,
     quiet: Quiet = False,
@@ -38,7 +40,8 @@ def calibrate(
 
     The model runs on the text with MLX; the mean squares of what its linear layers see go into a file in llama.cpp's
     imatrix format, for [bold]rsv quantize --importance[/bold] or llama-quantize. A few thousand tokens say nearly as
-    much as many. Needs [bold]pip install 'rsv-format\\[mlx]'[/bold].
+    much as many. Ctrl-C ends the measuring early: what was measured until then is written, and the exit code is 130.
+    Needs [bold]pip install 'rsv-format\\[mlx]'[/bold].
 
     Example: [bold cyan]rsv calibrate ./Qwen2.5-0.5B --text notes.txt -o imatrix.gguf --tokens 8192[/bold cyan]
     """
@@ -50,19 +53,37 @@ def calibrate(
         check(output, IMATRIX, inputs=[model, text], force=force)
         words = _read(text)
         mlx = mlx_module("rsv_mlx.calibrate")
-        loaded, tokenizer = mlx.load_anything(model)
-        check(output, IMATRIX, force=force, nbytes=mlx.counts_nbytes(loaded))
-        ids, bos = mlx.encode(tokenizer, words)
-        ids = ids[:tokens]
+        with terminal.waiting("loading", quiet=quiet):
+            loaded, tokenizer = mlx.load_anything(model)
+            check(output, IMATRIX, force=force, nbytes=mlx.counts_nbytes(loaded))
+            ids, bos = mlx.encode(tokenizer, words, tokens)
+        mlx.check_tokens(loaded, ids)
+        found: dict[str, Any] = {}
+        done, interrupted = 0, None
         with terminal.progress("calibrating", quiet=quiet) as told:
-            found = mlx.calibrate(loaded, ids, chunk=chunk, bos=bos, progress=told)
-        chunks = -(-len(ids) // (chunk - (bos is not None)))
+
+            def note(count: int, total: int, name: str) -> None:
+                nonlocal done
+                done = count
+                told(count, total, name)
+
+            try:
+                mlx.calibrate(loaded, ids, chunk=chunk, bos=bos, progress=note, found=found)
+            except KeyboardInterrupt as e:
+                if not found or not is_interrupt(e):
+                    raise
+                interrupted = e
+        chunks = -(-done // (chunk - (bos is not None)))
         save_imatrix(output, found, datasets=[text.name], chunks=chunks, chunk_size=chunk, force=force)
         if not quiet:
             line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(str(output))}  ")
             line.append(describe.size(output.stat().st_size))
-            line.append(f"  {len(found)} layers · {len(ids)} tokens", "dim")
+            line.append(
+                f"  {len(found)} layers · {done} tokens{'' if interrupted is None else f' of {len(ids)}'}", "dim"
+            )
             terminal.stdout().print(line, soft_wrap=True)
+        if interrupted is not None:
+            raise interrupted
 
 
 def _read(path: Path) -> str:

@@ -42,6 +42,11 @@ class _Stopped(KeyboardInterrupt):
         self.number = number
 
 
+def is_interrupt(e: KeyboardInterrupt) -> bool:
+    """Whether it was Ctrl-C that stopped the work, and not another signal."""
+    return not isinstance(e, _Stopped) or e.number == signal.SIGINT
+
+
 @contextlib.contextmanager
 def session(as_json: bool = False) -> Iterator[None]:
     """Around the body of a command; `as_json` puts an error on standard output as an object."""

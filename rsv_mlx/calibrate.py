@@ -38,6 +38,7 @@ from rsv_mlx.untrusted import (
     tokenizer,
 )
 
+_CHARACTERS = 16  # of a text for each token that is wanted, to begin with; twice as many as words have
 CHUNK = 512  # llama.cpp's: what lies further back moves the means little
 _SOURCES = (".gguf", ".safetensors")  # single files of the kinds that open_source takes
 
@@ -52,6 +53,7 @@ def calibrate(
     chunk: int = CHUNK,
     bos: int | None = None,
     progress: Progress | None = None,
+    found: dict[str, Counts] | None = None,
 ) -> dict[str, Counts]:
     """Run a language model over tokens, a chunk at a time, and sum up what its linear layers see.
 
@@ -66,6 +68,8 @@ def calibrate(
         A token to begin every chunk with; it counts as one of them.
     progress : callable(done, total, name), optional
         Told the tokens done and in all.
+    found : dict, optional
+        What is returned, filled from chunk to chunk: if this is interrupted, it holds what was measured before.
 
     Returns
     -------
@@ -83,16 +87,18 @@ def calibrate(
     if step < 1 or not len(tokens):
         raise RsvError("bad_argument", "tokens", f"{len(tokens)} tokens in chunks of {chunk} leave nothing to run")
     told = progress or (lambda done, total, name: None)
-    found: dict[str, Counts] = {}
+    found = {} if found is None else found
     with observed(model) as seen:
         for start in range(0, len(tokens), step):
             told(start, len(tokens), f"{len(found)} layers")
             part = [*begin, *tokens[start : start + step]]
             model(mx.array([part]))  # lazy: what no layer's input depends on is never computed
             mx.eval(seen)
+            grown: dict[str, Counts] = {}
             for name, (sums, counts) in seen.items():
                 wide = np.array(sums, np.float64), np.array(counts, np.float64)
-                found[name] = (found[name][0] + wide[0], found[name][1] + wide[1]) if name in found else wide
+                grown[name] = (found[name][0] + wide[0], found[name][1] + wide[1]) if name in found else wide
+            found.update(grown)  # whole chunks only, whenever this is interrupted
             seen.clear()
     told(len(tokens), len(tokens), "")
     for name, (total, _) in found.items():
@@ -149,11 +155,23 @@ def check_tokens(model: Module, tokens: Sequence[int]) -> None:
         raise RsvError("unsupported_model", "tokenizer", detail)
 
 
-def encode(tokenizer: Any, text: str) -> tuple[list[int], int | None]:
-    """The tokens of a text, and the one that the tokenizer begins texts with, if it does."""
-    begin = tokenizer.encode("")
-    bos = tokenizer.bos_token_id if begin and begin[0] == tokenizer.bos_token_id else None
-    return list(tokenizer.encode(text, add_special_tokens=False)), bos
+def encode(tokenizer: Any, text: str, most: int | None = None) -> tuple[list[int], int | None]:
+    """The tokens of a text, or the first `most` of them, and the one that the tokenizer begins texts with, if it does.
+
+    Raises
+    ------
+    RsvError
+        unsupported_model: the tokenizer fails on it.
+    """
+    with library("unsupported_model", "tokenizer"):
+        begin = tokenizer.encode("")
+        bos = tokenizer.bos_token_id if begin and begin[0] == tokenizer.bos_token_id else None
+        length = len(text) if most is None else _CHARACTERS * most  # of a long text only what is needed
+        while True:
+            tokens = list(tokenizer.encode(text[:length], add_special_tokens=False))
+            if length >= len(text) or (most is not None and len(tokens) > most):
+                return tokens[:most], bos
+            length *= 2
 
 
 def counts_nbytes(model: Module) -> int:

@@ -25,6 +25,7 @@ tokenizers = pytest.importorskip("tokenizers")
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 nn = pytest.importorskip("mlx.nn")
 
+from rsv_mlx import calibrate as calibrate_module  # noqa: E402
 from rsv_mlx.calibrate import calibrate, counts_nbytes, encode, load_anything, observed  # noqa: E402
 
 with warnings.catch_warnings():
@@ -209,6 +210,47 @@ def test_models_without_what_it_takes(folder: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     refused(empty, "missing_attachment", "config.json")
+
+
+def test_ctrl_c_keeps_what_was_measured(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole chunks, as if so many tokens had been asked for; nothing if there was none."""
+    (tmp_path / "text").write_text(TEXT)
+    arguments = ["calibrate", folder, "-t", tmp_path / "text", "--chunk", "16"]
+    rsv(*arguments, "-o", tmp_path / "wanted.gguf", "-n", "32")
+    measure = calibrate_module.calibrate
+    for stop, shown in ((32, "32 tokens of 40"), (0, "")):
+
+        def interrupted(*a: Any, stop: int = stop, **options: Any) -> Any:
+            told = options.pop("progress")
+
+            def note(done: int, total: int, name: str) -> None:
+                told(done, total, name)
+                if done == stop:
+                    raise KeyboardInterrupt
+
+            return measure(*a, **options, progress=note)
+
+        monkeypatch.setattr(calibrate_module, "calibrate", interrupted)
+        out = tmp_path / f"{stop}.gguf"
+        result = rsv(*arguments, "-o", out, code=130)
+        assert shown in result.stdout and out.exists() is (stop > 0)
+    assert (tmp_path / "32.gguf").read_bytes() == (tmp_path / "wanted.gguf").read_bytes()
+
+
+def test_of_a_long_text_only_the_beginning_is_encoded() -> None:
+    class Letters:
+        bos_token_id = None
+        longest = 0
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            self.longest = max(self.longest, len(text))
+            return [len(word) for word in text.split()]
+
+    letters = Letters()
+    for text, wanted in (("ab " * 10**6, 160), ("ab" * 20 + " c" * 10**6, 160), ("abcdefghi" * 100 + " d" * 20, 1280)):
+        letters.longest = 0
+        assert encode(letters, text, 10)[0] == [len(word) for word in text.split()[:10]]
+        assert letters.longest <= wanted
 
 
 def test_a_tokenizer_that_begins_texts(folder: Path, tmp_path: Path) -> None:
