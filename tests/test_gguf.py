@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -168,9 +169,25 @@ def test_weights_that_overflow_are_refused(tmp_path: Path, scale: float) -> None
     path.write_bytes(data)
     with open_source(path) as source:
         embedding = source.tensors["model.embed_tokens.weight"]
-        refuses("nonfinite_weight", embedding.read, "token_embd.weight: row 3, column 0")
+        refuses("nonfinite_weight", embedding.read, "token_embd.weight: the value at (3, 0)")
         refuses("nonfinite_weight", lambda: rsv_format.quantize(source, tmp_path / "m.rsv", embedding_bits="keep"))
     assert [other.name for other in tmp_path.iterdir()] == ["m.gguf"]
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("kind", ["f4", "f2", "bf16"])
+def test_values_are_finite(tmp_path: Path, value: float, kind: str) -> None:
+    name, types = "blk.0.ffn_up.weight", {}
+    weight = model_tensors()[name]
+    weight[3, 5] = value
+    if kind == "bf16":
+        types[name] = BF16
+    else:
+        weight = weight.astype(kind)
+    with open_source(write_model(tmp_path / "m.gguf", tensors={name: weight}, types=types)) as source:
+        tensor = source.tensors[f"{BLOCK}.mlp.up_proj.weight"]
+        refuses("nonfinite_weight", tensor.read, f"{name}: the value at (3, 5)")
+        refuses("nonfinite_weight", tensor.float32, name)
 
 
 # What is missing, or too much
@@ -266,6 +283,11 @@ def test_a_gguf_file_is_known_by_what_it_begins_with(tmp_path: Path) -> None:
     refuses("source_invalid", lambda: open_source(tmp_path / "x.gguf"), "is no GGUF file", "<htm")
     (tmp_path / "x.bin").write_bytes(b"")
     refuses("source_unsupported", lambda: open_source(tmp_path / "x.bin"), "neither")
+
+
+def test_a_pipe_is_no_model(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    refuses("source_unsupported", lambda: open_source(tmp_path / "m.gguf"), "regular file")
 
 
 def test_a_folder_of_gguf_files_names_them(tmp_path: Path) -> None:

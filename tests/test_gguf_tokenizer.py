@@ -70,6 +70,11 @@ def test_text_that_is_not_utf8_keeps_its_place(tmp_path: Path) -> None:
     assert config["chat_template"] == "{{ '�' }}"
 
 
+def test_bytes_stand_in_without_kinds_of_tokens(tmp_path: Path) -> None:
+    tokenizer, _ = tokenizer_of(tmp_path, piece_tokens() | {"tokenizer.ggml.token_type": None})
+    assert tokenizer.encode("a\n").tokens == ["<s>", "▁", "a", "<0x0A>"] and tokenizer.decode([5, 3]) == "a\n"
+
+
 # Byte-level BPE
 
 

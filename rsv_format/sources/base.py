@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import stat
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,11 +61,12 @@ class SourceFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with reading(str(path)):
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for its writer
             self.close = weakref.finalize(self, os.close, descriptor)
-            self._descriptor = descriptor
-            self._opened = _identity(os.fstat(descriptor))
-            self.size = os.fstat(descriptor).st_size
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise RsvError("source_unsupported", str(path), "is no regular file")
+            self._descriptor, self._opened, self.size = descriptor, _identity(found), found.st_size
             _refuse_pointer(os.pread(descriptor, len(_POINTER), 0), path)
 
     def read(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int, where: str) -> Array:
@@ -122,9 +124,8 @@ class Source:
 
     def without_tokenizer(self) -> Source:
         """The same with no attachments but the config and the settings for generation."""
-        return replace(
-            self, attachments={name: self.attachments[name] for name in _CONFIGS if name in self.attachments}
-        )
+        kept = {name: self.attachments[name] for name in _CONFIGS if name in self.attachments}
+        return replace(self, attachments=kept, left_out=())
 
     def check_unchanged(self) -> None:
         """Raise RsvError `io_error` if a file is no longer the one that was opened."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from rsv_format.errors import RsvError
 from rsv_format.sources.base import Array, Floats, SourceFile, library, reading
@@ -18,6 +19,7 @@ FLOAT_TYPES = {"F32": ("f32", "<f4"), "F16": ("f16", "<f2"), "BF16": ("bf16", "<
 _GONE = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
          38: "IQ4_NL_8_8"}  # fmt: skip
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>[0-9]{5})-of-(?P<count>[0-9]{5})(?P<suffix>\.gguf)", re.IGNORECASE)
+_BF16_EXPONENT = 0x7F80
 _AT_ONCE = 1 << 22  # weights dequantized in one piece
 
 T = TypeVar("T", bool, int, float, str)
@@ -80,7 +82,10 @@ def _positive(value: int, where: str) -> int:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: `kind` is the gguf package's type, a row (the last axis) has `row_nbytes`."""
+    """A tensor in a file: `kind` is the gguf package's type, a row (the last axis) has `row_nbytes`.
+
+    Reading one that is not finite throughout raises RsvError `nonfinite_weight`.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -94,22 +99,27 @@ class StoredTensor:
         return f"{self.file.path}: {self.name}"
 
     def stored(self) -> Array:
-        """The values of a float tensor as they are stored, bfloat16 as bit patterns."""
-        return self.file.read(np.dtype(FLOAT_TYPES[self.kind.name][1]), self.shape, self.offset, self.place)
+        """The values of a float tensor as they are stored, bfloat16 as bit patterns; all must be finite."""
+        dtype, stored = FLOAT_TYPES[self.kind.name]
+        values = self.file.read(np.dtype(stored), self.shape, self.offset, self.place)
+        self._check(values & _BF16_EXPONENT != _BF16_EXPONENT if dtype == "bf16" else np.isfinite(values))
+        return values
 
     def dequantized(self) -> Floats:
-        """The values of a quantized tensor; `nonfinite_weight` where a block's scale makes one overflow."""
+        """The values of a quantized tensor; a block's scale may make one overflow, which is refused."""
         values: Floats = np.empty((math.prod(self.shape[:-1]), self.shape[-1]), np.float32)
         step = max(1, _AT_ONCE // self.shape[-1])
         for start in range(0, len(values), step):
             rows = min(step, len(values) - start)
             data = self.file.read(np.uint8, (rows, self.row_nbytes), self.offset + start * self.row_nbytes, self.place)
             values[start : start + rows] = dequantize(data, self.kind, self.place)
-        if not np.isfinite(values).all():
-            row, column = np.argwhere(~np.isfinite(values))[0]
-            detail = f"row {row}, column {column} of {values.shape} is {values[row, column]} when dequantized"
-            raise RsvError("nonfinite_weight", self.place, detail)
+        self._check(np.isfinite(values).reshape(self.shape))
         return values.reshape(self.shape)
+
+    def _check(self, finite: npt.NDArray[np.bool_]) -> None:
+        if not finite.all():
+            index = tuple(np.argwhere(~finite)[0].tolist())
+            raise RsvError("nonfinite_weight", self.place, f"the value at {index} of {self.shape} is not finite")
 
 
 def dequantize(data: Array, kind: Any, place: str) -> Floats:

@@ -15,7 +15,7 @@ from typing import Any
 from rsv_format.errors import RsvError
 from rsv_format.sources.base import json_attachment, library, reading
 from rsv_format.sources.gguf_reader import Metadata
-from rsv_format.sources.gguf_vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary
+from rsv_format.sources.gguf_vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, spelled
 
 _SUFFIXES = r"'s|'t|'re|'ve|'m|'ll|'d"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -167,7 +167,8 @@ def _byte_level(tokenizers: Any, metadata: Metadata, vocabulary: Vocabulary) -> 
     if not stored:
         detail = "is missing: every word would fall into its bytes"
         raise RsvError("source_invalid", f"{metadata.where}: tokenizer.ggml.merges", detail)
-    merges = [(merge[:1] + left, right) for merge in stored for left, _, right in [merge[1:].partition(" ")]]
+    cuts = ((merge[:1], *merge[1:].partition(" ")) for merge in map(spelled, stored))  # a token may begin with a space
+    merges = [(first + rest, right) for first, rest, _, right in cuts]
     pre = tokenizers.pre_tokenizers
     bpe = tokenizers.models.BPE(vocab=_by_text(vocabulary), merges=merges, ignore_merges=split.ignore_merges)
     tokenizer = tokenizers.Tokenizer(bpe)
@@ -198,7 +199,7 @@ def _sentence_piece(tokenizers: Any, metadata: Metadata, vocabulary: Vocabulary)
         merges=[pair for *_, pair in sorted(merges)],
         unk_token=tokens[unknown] if unknown is not None else None,
         fuse_unk=True,
-        byte_fallback=BYTE in kinds,
+        byte_fallback=True,
     )
     tokenizer = tokenizers.Tokenizer(bpe)
     prefixed = metadata.get("tokenizer.ggml.add_space_prefix", bool)

@@ -65,7 +65,7 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary | None:
         return None
     if model is None or not texts:
         raise RsvError("source_invalid", f"{where}.{'model' if model is None else 'tokens'}", "is missing")
-    tokens = [_text(text, i) for i, text in enumerate(texts)]
+    tokens = [spelled(text) or f"[EMPTY_{i}]" for i, text in enumerate(texts)]
     ids = {token: i for i, token in enumerate(tokens)}
     if len(ids) < len(tokens):
         second = next(i for i, token in enumerate(tokens) if ids[token] != i)
@@ -84,9 +84,9 @@ def read_vocabulary(metadata: Metadata) -> Vocabulary | None:
     return Vocabulary(model, tokens, kinds, scores, special, frozenset(ends))
 
 
-def _text(stored: str, index: int) -> str:
+def spelled(stored: str) -> str:
     """Text that JSON can hold; bytes that are no UTF-8 are spelled out."""
-    return stored.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") or f"[EMPTY_{index}]"
+    return stored.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _kind(stored: str, kind: int) -> int:
