@@ -85,7 +85,7 @@ def make_plan(
     placed, parameters, kept = _sanitized(model, layers, tensors, dequantized)
     modules = dict(model.named_modules())  # type: ignore[no-untyped-call]
     wanted: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore
-    own = assigned(model)
+    own = assigned(modules.values())
     packed: dict[str, Place] = {}
     dense: dict[str, tuple[str, bool]] = {}
     missing: list[str] = []

@@ -198,13 +198,13 @@ class Packed(Module):
         if not mx.issubdtype(weight.dtype, mx.floating):
             raise RsvError("bad_argument", f"{type(self).__name__}.weight", f"it cannot be {weight.dtype}")
         arrays = {"weight": weight} | ({"bias": self.bias} if self.has_bias else {})
-        training = self.training
+        kept = {name: value for name, value in vars(self).items() if name in ("_training", "rsv_base")}
         dense: Any = type(self.to_dense())
         dict.clear(self)
         vars(self).clear()
         self.__class__ = dense
         dict.update(self, arrays)
-        vars(self).update(_training=training, _no_grad=set(arrays))
+        vars(self).update(kept, _no_grad=set(arrays))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _remade, (type(self), dict(self), dict(vars(self)))

@@ -129,7 +129,7 @@ class _Job:
         leaves: Any = self.model.leaf_modules()  # type: ignore[no-untyped-call]
         modules: list[tuple[str, Any]] = tree_flatten(leaves, is_leaf=Module.is_module)  # type: ignore
         candidates = {path: bits for path, module in modules if (bits := self._bits_of(path, module)) is not None}
-        own = assigned(self.model)
+        own = assigned(self.model.modules())  # type: ignore[no-untyped-call]
         dense = changed_when_loaded(self.model, candidates) | {x for x in candidates if x.rpartition(".")[2] in own}
         candidates = {path: bits for path, bits in candidates.items() if path not in dense}
         self._refuse_idle("include", self.include, candidates)

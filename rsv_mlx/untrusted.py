@@ -258,6 +258,8 @@ def library(code: str, where: str) -> Iterator[None]:
         raise RsvError("missing_dependency", where, reason(e)) from e
     except OSError as e:
         raise RsvError(code if e.errno is None else "io_error", where, reason(e)) from e
+    except SystemExit as e:  # mlx-lm's olmo, without its package
+        raise RsvError("missing_dependency", where, "mlx-lm's code ends the program: a package is missing") from e
     except BaseException as e:
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # Rust's is no Exception
             raise

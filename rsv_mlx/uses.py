@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -17,10 +18,10 @@ _SETS = re.compile(r"\bself\.[\w.]+\.weight\s*=[^=]")
 _NOT_IN_CALLS = {"__init__", "sanitize", "shard"}
 
 
-def assigned(model: Module) -> set[str]:
-    """Names of submodules whose weight is set while the model runs: the last parts of their paths."""
-    modules = {type(module).__module__ for module in model.modules()}  # type: ignore[no-untyped-call]
-    return {name for module in modules if not module.startswith(("mlx.nn.", "rsv_mlx.")) for name in _assigned(module)}
+def assigned(modules: Iterable[Module]) -> set[str]:
+    """Of a model's modules, names of those whose weight is set while it runs: the last parts of their paths."""
+    code = {type(module).__module__ for module in modules}
+    return {name for module in code if not module.startswith(("mlx.nn.", "rsv_mlx.")) for name in _assigned(module)}
 
 
 @cache

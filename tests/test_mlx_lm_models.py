@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,18 @@ def test_gemma_3_with_its_vision_tower(tmp_path: Path) -> None:
     wanted = logits(load_model(tmp_path / "source")[0])
     model, report = rsv_mlx.load_model(quantized("gemma3", tmp_path), return_report=True)
     assert difference(logits(model), wanted) < 0.1 and report.dense_nbytes == 0
+
+
+def test_a_model_whose_code_ends_the_program_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of OLMo does where ai2-olmo is missing."""
+
+    def end(config: Any) -> Any:
+        sys.exit(1)
+
+    path = quantized("llama", tmp_path)
+    monkeypatch.setattr("mlx_lm.utils._get_classes", end)
+    with pytest.raises(rsv_format.RsvError, match="missing_dependency"):
+        rsv_mlx.load_model(path)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
