@@ -37,8 +37,8 @@ class Role(StrEnum):
 _QUANTIZED = frozenset({Role.LINEAR, Role.STACK, Role.TABLE})
 
 # Small and sensitive: a few rows decide where every token goes. A part of the name, or its last part alone.
-_ROUTERS = frozenset({"gate", "router", "modality_router", "shared_expert_gate"})
-_LAST_ROUTERS = frozenset({"wg", "coefficient"})
+_GATES = frozenset({"gate", "shared_expert_gate"})
+_LAST_GATES = frozenset({"wg", "coefficient"})
 _COEFFICIENTS = ("_coefs", "_res_proj", "gate_projections")  # ends: what mixes streams, which models use their own way
 _POSITIONS = frozenset({"wpe", "relative_attention_bias"})
 _TABLES = frozenset({"wte", "lm_head", "embed_out"})
@@ -64,7 +64,7 @@ def layer_role(name: str) -> Role:
     """
     parts = [part for part in name.split(".") if not part.isdigit()]
     own, in_block = (parts or [""])[-1], len(parts) < name.count(".") + 1
-    if own in _LAST_ROUTERS or not _ROUTERS.isdisjoint(parts):
+    if own in _LAST_GATES or not _GATES.isdisjoint(parts) or any("router" in part for part in parts):
         return Role.ROUTER
     if own.endswith(_COEFFICIENTS):
         return Role.COEFFICIENTS

@@ -16,7 +16,7 @@ BLOCK = "model.layers.3"
         "mlp.gate", "mlp.shared_expert_gate", "block_sparse_moe.gate", "block_sparse_moe.router.layer", "mlp.router",
         "mlp.gate.gate_proj", "mlp.gate.wg", "mlp.gate.proj", "mlp.gate.gate", "moe.gate", "ffn.router.layer",
         "mlp.router.classifier", "router.proj", "mlp.router.gate", "feed_forward.router", "mlp.coefficient",
-        "altup.modality_router", "mixer.gate", "feed_forward.gate",
+        "altup.modality_router", "mixer.gate", "feed_forward.gate", "moe_router.dense",
     ],
 )  # fmt: skip
 def test_routers(name: str) -> None:

@@ -542,6 +542,7 @@ def test_biases_of_experts_are_stacked_too(tmp_path: Path) -> None:
     "config, changes",
     [
         ({"model_type": "t5"}, {}),  # no family of mlx-lm
+        ({}, {f"{i}.gate_and_up_proj.weight": (8, 32) for i in range(3)}),  # which mlx-lm splits
         ({"model_type": ["olmoe"]}, {}),
         ({}, {}),
         ({}, {"2.up_proj.weight": (5, 32)}),

@@ -47,6 +47,7 @@ _FAMILIES: dict[str, _Family] = {
     "nemotron_h": _Family(parts={"up_proj": "fc1", "down_proj": "fc2"}),
 }  # fmt: skip
 
+_PARTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "fc1", "fc2"})
 _APART = re.compile(r"(?P<owner>.+)\.(?:experts|(?<=\.moe\.)mlp)\.(?P<number>0|[1-9][0-9]{0,4})\.(?P<part>.+)")
 _FUSED = re.compile(r"(?P<owner>.+)\.(?:experts\.gate_up_proj|input_linear)(?:\.weight)?")
 _FUSED_DBRX = re.compile(r"(?P<owner>.+\.experts)\.mlp\.(?P<part>v1|w1|w2)")
@@ -63,7 +64,7 @@ def stack_experts(source: Source) -> Source:
 
     It is all or nothing, for mlx-lm looks at one block to see whether a checkpoint has to be stacked: the source
     comes back as it is where its family is not known or the experts of any block are not numbered from 0 to
-    n - 1, differ in their parts, shapes or dtypes, or have parts besides weights and biases.
+    n - 1, differ in their parts, shapes or dtypes, or have other parts than weights and biases of the usual names.
     """
     config = source.config or {}
     if _text(config).get("model_type") == "dbrx":
@@ -128,7 +129,9 @@ def _equal(experts: Mapping[int, Expert]) -> bool:
     return (
         experts.keys() == set(range(len(experts)))
         and all(form == forms[0] for form in forms)
-        and all(part.endswith((".weight", ".bias")) for part in forms[0])
+        and all(
+            layer in _PARTS and kind in ("weight", "bias") for layer, _, kind in (x.rpartition(".") for x in forms[0])
+        )
     )
 
 
