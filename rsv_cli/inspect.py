@@ -16,7 +16,7 @@ from rich.text import Text
 
 from rsv_cli import describe, terminal
 from rsv_cli.files import opened_file
-from rsv_cli.options import USUAL_ORDER, USUAL_ROWS, Json, MaxOrder, MaxRows, Quiet, RsvFile
+from rsv_cli.options import USUAL_HOLES, USUAL_ORDER, USUAL_ROWS, Json, MaxOrder, MaxRows, Quiet, RsvFile
 from rsv_cli.session import FAILED, error_object, report, session
 
 if TYPE_CHECKING:
@@ -76,6 +76,9 @@ def verify(
     file: RsvFile,
     first: Annotated[bool, typer.Option("--first", help="Stop at the first fault.")] = False,
     max_order: MaxOrder = USUAL_ORDER,
+    max_holes: Annotated[
+        int, typer.Option("--max-holes", min=0, metavar="BYTES", help="Never written, as in a download that was begun.")
+    ] = USUAL_HOLES,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -95,7 +98,9 @@ def verify(
             opened_file(file, max_order=max_order) as opened,
             terminal.progress("verifying", quiet=quiet, of_bytes=True) as told,
         ):
-            faults = rsv_format.verify(opened, collect=not first, progress=told)  # raises the first
+            faults = rsv_format.verify(
+                opened, collect=not first, progress=told, max_holes=max_holes
+            )  # raises the first
             nbytes, blobs = opened.nbytes, len(opened.blobs)
         seconds = time.perf_counter() - started
         if as_json:

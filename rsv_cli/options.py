@@ -23,6 +23,7 @@ Force = Annotated[
 ]  # fmt: skip
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary: errors only.")]
+USUAL_HOLES = 4 * 2**30
 USUAL_ORDER = 4096  # rsv_format.limits: not imported before a command runs
 MaxOrder = Annotated[
     int,

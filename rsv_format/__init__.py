@@ -32,7 +32,6 @@ from rsv_format.version import VERSION as __version__
 from rsv_format.writer import AttachmentData, LayerData, TensorData, Writer, write
 
 __all__ = [
-    "__version__",
     "CODES",
     "EMBEDDING_BITS",
     "PAGE",
@@ -53,6 +52,7 @@ __all__ = [
     "TensorData",
     "Transform",
     "Writer",
+    "__version__",
     "default_text",
     "evaluate",
     "evaluate_logits",

@@ -15,6 +15,7 @@ MAX_OUT_FEATURES = 2**31 - 1  # a row index fits a signed 32-bit integer
 MAX_STACK = 65535  # experts in one layer; models have hundreds
 MAX_HAAR = 16384  # order of a derived Haar factor: 2 GiB of binary64 to derive it from a tiny file
 USUAL_ORDER = 4096  # of a factor derived or held against the identity, unless more is asked for: seconds, not minutes
+USUAL_HOLES = 4 * 2**30  # bytes never written that verify reads unless more is asked for: seconds
 MAX_NAME = 512  # code points of a layer's or tensor's name; models stay under 100
 MAX_ATTACHMENT_NAME = 255  # the common limit of file systems
 MAX_RANK = 8  # axes of a tensor; numpy, MLX and safetensors agree on at least that

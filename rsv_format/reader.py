@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import errno
 import mmap as _mmap
 import os
 import stat
@@ -37,6 +38,7 @@ from rsv_format.validate import Blob, check_references, walk
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes]
 _T = TypeVar("_T")
+_MAX_EXTENTS = 10_000  # of data between holes that are looked at
 _ROWS_NBYTES = 8 * 2**20  # float32 rows that matmul and dequantize hold at a time
 
 
@@ -113,6 +115,24 @@ class _Disk:
         self.nbytes = nbytes
         self.disk = self
         self._modified = os.fstat(self.descriptor).st_mtime_ns
+
+    def holes(self) -> int:
+        """Bytes that were never written, of which the system knows: they take no room and read as zeros."""
+        place = os.lseek(self.descriptor, 0, os.SEEK_CUR)
+        total = at = 0
+        try:
+            for _ in range(_MAX_EXTENTS if hasattr(os, "SEEK_DATA") else 0):
+                data = os.lseek(self.descriptor, at, os.SEEK_DATA)
+                total += data - at
+                at = os.lseek(self.descriptor, data, os.SEEK_HOLE)
+                if at >= self.nbytes:
+                    break
+        except OSError as e:
+            if e.errno == errno.ENXIO:  # no data until the end
+                total += self.nbytes - at
+        finally:
+            os.lseek(self.descriptor, place, os.SEEK_SET)  # shared with whoever opened it
+        return total
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Some of the bytes, read into memory of their own."""
@@ -226,6 +246,11 @@ class File:
     def unmapped(self) -> File:
         """The same file, read by its descriptor and not through its map: if it becomes shorter, that is an error."""
         return File(self._stored.disk or self._stored, self.header, self.blobs, self.header_nbytes, self.max_order)
+
+    def holes(self) -> int:
+        """Bytes that were never written, as in a download that was begun: the system tells of them, they are zeros."""
+        disk = self._stored.disk
+        return 0 if disk is None else disk.holes()
 
     @property
     def _stored(self) -> _Memory | _Disk:

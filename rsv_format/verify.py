@@ -9,6 +9,7 @@ import numpy as np
 
 from rsv_format.errors import RsvError
 from rsv_format.layout import blobs_start
+from rsv_format.limits import USUAL_HOLES
 from rsv_format.payload import (
     Faults,
     codebook_faults,
@@ -26,7 +27,12 @@ Progress = Callable[[int, int, str], None]
 
 
 def verify(
-    source: File | Source, *, collect: bool = False, progress: Progress | None = None, max_order: int | None = None
+    source: File | Source,
+    *,
+    collect: bool = False,
+    progress: Progress | None = None,
+    max_order: int | None = None,
+    max_holes: int = USUAL_HOLES,
 ) -> list[RsvError]:
     """Check everything that a file promises, blob by blob in the order of the file.
 
@@ -41,6 +47,9 @@ def verify(
     max_order : int
         As `open`, of a file that is opened here: rotations that are stored are held against the identity, which takes
         as long as to derive one of 0.7 times their order.
+    max_holes : int
+        Bytes that were never written, as in a download that was begun: a file of some kilobytes can have terabytes
+        of them, all to be read.
 
     Returns
     -------
@@ -50,12 +59,16 @@ def verify(
     ------
     RsvError
         The first fault (unless `collect`): any code that `open` raises, or of the payload phase. over_limit before
-        anything else: its factors take longer than `max_order` allows.
+        anything else: its factors take longer than `max_order` allows, or it has more holes than `max_holes`.
     """
     if not isinstance(source, File):
         with open(source, max_order=max_order) as file:
-            return verify(file, collect=collect, progress=progress)
+            return verify(file, collect=collect, progress=progress, max_holes=max_holes)
     source.check_order(source.factors_work, "transforms")
+    holes = source.holes()
+    if holes > max_holes:
+        detail = f"{holes} of its {source.nbytes} bytes were never written; max_holes is {max_holes}, and can be raised"
+        raise RsvError("over_limit", "file", detail)
     faults = []
     for fault in _faults(source.unmapped(), progress or (lambda done, total, name: None)):
         if not collect:

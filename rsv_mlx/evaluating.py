@@ -12,7 +12,7 @@ from mlx.nn.layers.base import Module
 from numpy.typing import NDArray
 
 import rsv_format
-from rsv_mlx.calibrate import encode, load_anything
+from rsv_mlx.calibrate import check_tokens, encode, load_anything
 
 
 def evaluate(
@@ -44,6 +44,8 @@ def evaluate(
         models.append(model)
         if len(models) == 1:
             ids, bos = encode(tokenizer, rsv_format.default_text() if text is None else text)
+    for model in models:
+        check_tokens(model, ids)
     inputs, targets = rsv_format.text_windows(ids, bos, tokens, window)
     told = progress or (lambda done, total, name: None)
 

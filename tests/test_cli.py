@@ -552,10 +552,28 @@ def test_generate_without_mlx(monkeypatch: pytest.MonkeyPatch, quantized: Path) 
 
 
 def test_limits_of_the_command_line_are_the_librarys() -> None:
-    from rsv_cli.options import USUAL_ORDER
+    from rsv_cli import options
     from rsv_format import limits
 
-    assert USUAL_ORDER == limits.USUAL_ORDER
+    assert (options.USUAL_ORDER, options.USUAL_HOLES) == (limits.USUAL_ORDER, limits.USUAL_HOLES)
+
+
+def test_holes_that_take_long_must_be_asked_for(tmp_path: Path) -> None:
+    rsv_format.write(tmp_path / "m.rsv", tensors={"t": TensorData("u8", np.zeros(2**20, np.uint8))})
+    with (tmp_path / "m.rsv").open("r+b") as file:
+        length = file.seek(0, os.SEEK_END)
+        file.truncate(2**15)
+        file.truncate(length)
+        if not hasattr(os, "SEEK_HOLE") or os.lseek(file.fileno(), 0, os.SEEK_HOLE) >= length:
+            pytest.skip("no holes in files here")
+    ok("verify", tmp_path / "m.rsv")
+    said = failed(1, "verify", tmp_path / "m.rsv", "--max-holes", 2**19).stderr
+    assert said.startswith("error[over_limit] file: ") and "were never written" in said
+    with (tmp_path / "m.rsv").open("rb") as file:
+        file.seek(5)
+        with pytest.raises(RsvError, match="over_limit"):
+            rsv_format.verify(file, max_holes=0)
+        assert file.tell() == 5
 
 
 @pytest.mark.parametrize("command", ["verify", "compare", "export"])
