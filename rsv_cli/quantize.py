@@ -13,6 +13,7 @@ from rsv_cli import describe, terminal
 from rsv_cli.files import tell_leftovers
 from rsv_cli.options import Force, Quiet, Source
 from rsv_cli.session import session
+from rsv_cli.texts import read_text
 
 if TYPE_CHECKING:
     from rsv_format import QuantizeReport, Summary
@@ -88,6 +89,18 @@ def quantize(
                      "random tokens (where the architecture is not known, as gains); from the gains of the norms "
                      "that feed the layers; all alike; or from an imatrix file of rsv calibrate or llama.cpp."),
     ] = "auto",
+    calibrate: Annotated[
+        Path | None,
+        typer.Option("--calibrate", metavar="TEXT", help="A text of the kind that the model will see, UTF-8; 2048 "
+                     "tokens of it, run in numpy, say which input channels matter, better than random ones, and what "
+                     "error feedback needs. An imatrix file tells of single channels only, not of pairs.",
+                     show_default=False),
+    ] = None,
+    feedback: Annotated[
+        bool | None,
+        typer.Option("--feedback/--no-feedback", help="Let later weights put right what earlier ones lose. Random "
+                     "tokens tell too little for it.", show_default="with --calibrate"),
+    ] = None,
     include: Annotated[
         list[str] | None,
         typer.Option("--include", metavar="PATTERN", help="Quantize only layers like '*.mlp.*'. Repeatable.",
@@ -126,8 +139,12 @@ def quantize(
         raise typer.BadParameter("only --codebook trellis has windows", param_hint="--window")
     with session():
         import rsv_format
+        from rsv_format.outputs import check
+        from rsv_format.writer import RSV_FILE
 
         tell_leftovers(output, quiet)
+        if calibrate is not None:
+            check(output, RSV_FILE, inputs=[calibrate], force=force)
         with terminal.progress("quantizing", quiet=quiet) as told:
             report = rsv_format.quantize(
                 source,
@@ -142,6 +159,8 @@ def quantize(
                 persist_rotation=persist_rotation,
                 seed=seed,
                 importance=importance,
+                calibration=None if calibrate is None else read_text(calibrate),
+                feedback=feedback,
                 include=include or (),
                 exclude=exclude or (),
                 tokenizer=not no_tokenizer,

@@ -5,7 +5,8 @@ For statistics and for measuring quality, not for speed. Left out: position scal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,13 +73,18 @@ class Decoder:
 
     def run(self, embedded: Rows, progress: Callable[[int, int, str], None] | None = None) -> Rows:
         """Embedded tokens (tokens, hidden_size) through all blocks and the last norm."""
+        (last,) = deque(self.steps(embedded, progress), maxlen=1)
+        return self._norm("model.norm", last)
+
+    def steps(self, embedded: Rows, progress: Callable[[int, int, str], None] | None = None) -> Iterator[Rows]:
+        """Embedded tokens, after each block, which runs when it is asked for."""
         x = embedded * np.float32(np.sqrt(self.hidden_size)) if self.family.scaled_embedding else embedded
         for i in range(self.blocks):
             block = f"model.layers.{i}"
             if progress is not None:
                 progress(i, self.blocks, block)
             x = self._block(block, x)
-        return self._norm("model.norm", x)
+            yield x
 
     def _block(self, block: str, x: Rows) -> Rows:
         attended = self._attention(f"{block}.self_attn", self._norm(f"{block}.input_layernorm", x))

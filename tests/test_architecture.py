@@ -106,7 +106,8 @@ LAYERS = [
 QUANTIZER = [
     {name: set() for name in ("options", "importance", "predicates", "codebooks", "threads")},
     {"scalar": set(), "viterbi": set(), "synthetic": set(), "budget": set(), "evaluation": set()},
-    {"trellis": set()},
+    {"trellis": set(), "calibration": set()},
+    {"feedback": set()},
     {"matrix": set()},
     {"conversion": set()},
 ]

@@ -4,7 +4,7 @@ Modules, bottom up:
 
 - options: the choices there are;  codebooks: centroids, trained tables;  threads: work side by side
 - scalar: nearest centroids;  trellis: best paths, by viterbi, compiled
-- matrix: quantize one matrix;  budget: bits for each of several
+- feedback: errors put right by later weights;  matrix: quantize one matrix;  budget: bits for each of several
 - importance: what an architecture tells of its layers;  synthetic: what a run on random tokens tells
-- conversion: a model into a file;  evaluation: what that does to its predictions
+- calibration: what layers see of a text;  conversion: a model into a file;  evaluation: what that does to predictions
 """

@@ -30,12 +30,15 @@ from rsv_format.layout import BIAS_DTYPES
 from rsv_format.limits import MAX_NAME
 from rsv_format.outputs import check
 from rsv_format.quantizer.budget import LEVELS, Demand, quantized_nbytes, spend, weighted_error
+from rsv_format.quantizer.calibration import TOKENS, WINDOW, Moments, block_of, calibration_tokens
 from rsv_format.quantizer.codebooks import centroids
+from rsv_format.quantizer.evaluation import check_family
+from rsv_format.quantizer.feedback import Spread, spread
 from rsv_format.quantizer.importance import norm_gains, plain_name, share_groups
 from rsv_format.quantizer.matrix import channel_scales, column_squares, group_transform, make_transform, quantize_matrix
 from rsv_format.quantizer.options import DEFAULT_BITS, IMPORTANCES, Importance, QuantizeOptions, table_bits
 from rsv_format.quantizer.predicates import least_bits
-from rsv_format.quantizer.synthetic import synthetic_importance
+from rsv_format.quantizer.synthetic import measured_importance, random_tokens, synthetic_importance
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
 from rsv_format.roles import Role
@@ -107,7 +110,7 @@ def quantize(
         Told the weights done, all of them, and the layer at work.
     **options
         The fields of `QuantizeOptions`: bits, bits_per_weight, embedding_bits, codebook, window, rotation,
-        persist_rotation, seed, importance, include, exclude.
+        persist_rotation, seed, importance, calibration, feedback, include, exclude.
 
     Raises
     ------
@@ -148,7 +151,7 @@ def quantize_layers(
     """
     chosen = QuantizeOptions(**options)
     given = _given_importance(chosen.importance)
-    with _opened(source, tokenizer=False) as opened:
+    with _opened(source, tokenizer=chosen.calibration is not None) as opened:
         job = _Job(opened, chosen, given, threads, progress or _silent)
         job.measure()
         yield from job.quantized()
@@ -210,6 +213,12 @@ class _Job:
         self.biases = {name: bias for name in self.layers if (bias := self._bias(name)) is not None}
         self.groups = [part for group in share_groups(self.layers) for part in self._same_width(group)]
         self.importance: Mapping[str, Floats] = {}
+        text, feedback = self.options.calibration, self.options.feedback
+        self.tokens = None if text is None else calibration_tokens(self.source, text)
+        self.feedback = text is not None if feedback is None else feedback
+        if self.feedback:
+            check_family(self.source.config or {}, WINDOW)
+            self.groups.sort(key=lambda group: block_of(group[0]))  # the model runs through them
         if self.given is not None:
             self.importance = self._shared_importance(self._named_in(self.given))
 
@@ -260,14 +269,18 @@ class _Job:
     def quantized(self) -> Iterator[LayerData]:
         """The layers, group by group; a group's dense matrices are in memory together, its stacks one by one."""
         total, done = sum(prod(self._weight(name).shape) for name in self.layers), 0
+        moments = self._moments() if self.feedback else None
         for group in self.groups:
             self.progress(done, total, group[0])
             held = {name: self._weight(name).float32() for name in group if len(self._weight(name).shape) == 2}
             transform = self._transform(group, held)
+            moment = None if moments is None else moments.of(group[0])
+            known = None if moment is None else spread(moment, transform)
             for name in group:
                 self.progress(done, total, name)
                 done += prod(self._weight(name).shape)
-                yield self._quantized(name, held.pop(name) if name in held else self._weight(name).float32(), transform)
+                weight = held.pop(name) if name in held else self._weight(name).float32()
+                yield self._quantized(name, weight, transform, known)
         self.progress(total, total, "")
 
     def _header(self, layer_bits: Mapping[str, int]) -> Header:
@@ -324,6 +337,10 @@ class _Job:
         }
         if self.options.codebook == "trellis":
             metadata["quantizer.window"] = str(self._window(self.plain_bits))
+        if self.tokens is not None:
+            metadata["quantizer.calibration"] = f"{self.tokens.size} tokens"
+        if self.feedback:
+            metadata["quantizer.feedback"] = "true"
         if self.options.bits_per_weight is not None:
             metadata["quantizer.bits_per_weight"] = f"{self.options.bits_per_weight:g}"
         return metadata
@@ -407,7 +424,11 @@ class _Job:
     def _found_importance(self) -> Mapping[str, Floats]:
         """Mean squared activations of the layers for which they can be told from the model."""
         if self.options.importance == "auto":
-            found = synthetic_importance(self.source, self.options.seed, self._phase("importance"))
+            told = self._phase("importance")
+            if self.tokens is None:
+                found = synthetic_importance(self.source, self.options.seed, told)
+            else:
+                found = measured_importance(self.source, self.tokens, WINDOW, told)
             if found:
                 return found
         return self._norm_gains()
@@ -468,7 +489,15 @@ class _Job:
             importance=self.importance.get(group[0]),
         )
 
-    def _quantized(self, name: str, weight: Floats, transform: Transform | None) -> LayerData:
+    def _moments(self) -> Moments:
+        """What the layers see of the text, or of random tokens."""
+        if self.tokens is not None:
+            return Moments(self.source, self.tokens)
+        embedding = self.source.tensors.get("model.embed_tokens.weight")
+        vocabulary = 1 if embedding is None else embedding.shape[0]
+        return Moments(self.source, random_tokens(vocabulary, self.options.seed, TOKENS))
+
+    def _quantized(self, name: str, weight: Floats, transform: Transform | None, known: Spread | None) -> LayerData:
         bias = self.biases.get(name)
         data = quantize_matrix(
             weight,
@@ -478,6 +507,7 @@ class _Job:
             window=self.options.window,
             rotation="none",
             transform=transform,
+            spread=known,
             bias=None if bias is None else bias.read().reshape(-1),
             bias_dtype=None if bias is None else bias.dtype,
             threads=self.threads,

@@ -124,8 +124,8 @@ def evaluate(
         with open_file(file, mmap=False) as read:
             return evaluate(source, read, text=text, tokens=tokens, window=window, progress=progress)
     config = source.config or {}
-    _check_family(config, window)
-    inputs, targets = text_windows(*_encode(source, default_text() if text is None else text), tokens, window)
+    check_family(config, window)
+    inputs, targets = text_windows(*encode_text(source, default_text() if text is None else text), tokens, window)
     told, blocks = progress or (lambda done, total, name: None), int(config["num_hidden_layers"])
     total = 2 * blocks + _HEAD_STEPS
     sides = []
@@ -245,7 +245,7 @@ def _log_softmax(logits: Logits) -> NDArray[np.float64]:
     return shifted
 
 
-def _check_family(config: Mapping[str, Any], window: int) -> None:
+def check_family(config: Mapping[str, Any], window: int) -> None:
     """Refuse what `Decoder` would run otherwise than the model means.
 
     Raises
@@ -265,7 +265,7 @@ def _check_family(config: Mapping[str, Any], window: int) -> None:
         raise RsvError("unsupported_model", "config.json", f"a sliding window of {sliding} is shorter than {window}")
 
 
-def _encode(source: Source, text: str) -> tuple[list[int], int | None]:
+def encode_text(source: Source, text: str) -> tuple[list[int], int | None]:
     """The tokens of a text, and the one that texts begin with, if there is one."""
     attached = source.attachments.get("tokenizer.json")
     if attached is None:

@@ -17,8 +17,9 @@ from rsv_format.errors import RsvError
 from rsv_format.layout import row_words
 from rsv_format.limits import MAX_IN_FEATURES, MAX_INTEGER, MAX_STACK
 from rsv_format.packing import pack_unchecked
-from rsv_format.quantizer import trellis
+from rsv_format.quantizer import feedback, trellis
 from rsv_format.quantizer.codebooks import centroids as make_centroids
+from rsv_format.quantizer.feedback import Spread
 from rsv_format.quantizer.scalar import nearest
 from rsv_format.quantizer.threads import run_threads
 from rsv_format.rotation import Floats, Transform, haar, haar_witness, kronecker_split, random_signs
@@ -43,6 +44,7 @@ def quantize_matrix(
     seed: int = 0,
     importance: Floats | None = None,
     transform: Transform | None = None,
+    spread: Spread | None = None,
     bias: NDArray[Any] | None = None,
     bias_dtype: str | None = None,
     threads: int | None = None,
@@ -67,6 +69,8 @@ def quantize_matrix(
         Mean squared activation of each input channel; see `channel_scales`.
     transform : Transform, optional
         Use this one, made for several layers with one input, instead of making one.
+    spread : optional
+        Error feedback with what `feedback.spread` gives for the layer's input and this transform.
     bias : (rows,), optional, with bias_dtype
         Kept as it is; bfloat16 as uint16 bits.
     threads : int, optional
@@ -96,7 +100,7 @@ def quantize_matrix(
             in_features, rotation=rotation, persist_rotation=persist_rotation, seed=seed, scales=scales
         )
     centroids = make_centroids(codebook, bits, window)
-    codes, row_scales = quantize_rows(rows, transform, centroids, bits, name=name, threads=threads)
+    codes, row_scales = quantize_rows(rows, transform, centroids, bits, spread=spread, name=name, threads=threads)
     return LayerData(name, in_features, bits, codes, row_scales, centroids, transform, bias, bias_dtype, stack)
 
 
@@ -245,6 +249,7 @@ def quantize_rows(
     centroids: NDArray[np.float32],
     bits: int,
     *,
+    spread: Spread | None = None,
     name: str = "weight",
     threads: int | None = None,
 ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
@@ -254,7 +259,9 @@ def quantize_rows(
     scales = np.empty(rows, np.float32)
     scalar = centroids.size == 2**bits
     encoded: Callable[[NDArray[np.float32]], NDArray[Any]]
-    if scalar:
+    if spread is not None:
+        encoded, step = feedback.encoder(centroids, bits, spread)
+    elif scalar:
         encoded, step = nearest(centroids), max(1, _CHUNK // in_features)
     else:
         encoded, step = trellis.encoder(centroids, bits)
@@ -273,7 +280,7 @@ def quantize_rows(
             x = transform.rotate(x)
         indices = encoded(x)
         codes[chunk] = pack_unchecked((indices & (2**bits - 1)).astype(np.uint8, copy=False), bits)
-        if not scalar:
+        if not scalar and spread is None:
             scales[chunk] = _refitted(scales[chunk], x, centroids[indices])
 
     run_threads(work, range(0, rows, step), threads)

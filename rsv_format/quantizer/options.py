@@ -45,6 +45,11 @@ class QuantizeOptions:
         norms that feed the layers, or nothing, where it is not. A path is that of a llama.cpp imatrix file. A
         mapping goes from layer names to mean squared activations (in_features,). Of a stack of experts the
         mean of theirs counts, (experts, in_features) or by the names that they have in the checkpoint.
+    calibration : str, optional
+        A text of the kind that the model will see: importance is measured on it instead of on random tokens.
+    feedback : bool, optional
+        Let later weights put right what earlier ones lose (see `feedback`), by what the layers see of the text, or
+        of random tokens, from which there is little to gain. True where there is a text, unless given.
     include, exclude : patterns
         Shell-style, on layer names such as "model.layers.0.mlp.up_proj"; exclude wins. Layers left out
         are kept as tensors. Experts that are stacked are one layer: it goes by its own name, such as
@@ -60,6 +65,8 @@ class QuantizeOptions:
     persist_rotation: bool = False
     seed: int = 0
     importance: Importance = "auto"
+    calibration: str | None = None
+    feedback: bool | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
 

@@ -42,6 +42,19 @@ def synthetic_importance(
         that is the head, too, has what it sees as that. None where the family is not known or the tensors are
         not those of it: `importance.norm_gains` is then the next best.
     """
+    embedding = source.tensors.get("model.embed_tokens.weight")
+    if embedding is None:
+        return None
+    return measured_importance(source, random_tokens(embedding.shape[0], seed), progress=progress)
+
+
+def measured_importance(
+    source: Source,
+    tokens: NDArray[np.intp],
+    window: int | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> dict[str, NDArray[np.float64]] | None:
+    """As `synthetic_importance`, on given tokens, of which so many at a time are a text of their own."""
     found: dict[str, NDArray[np.float64]] = {}
 
     def observe(name: str, x: Rows) -> None:
@@ -52,9 +65,10 @@ def synthetic_importance(
         return None if tensor is None else tensor.float32()
 
     try:
-        decoder = Decoder(source.config or {}, fetch, observe)
+        embedding = source.tensors["model.embed_tokens.weight"]
+        decoder = Decoder(source.config or {}, fetch, observe, window)
         with np.errstate(over="raise", invalid="raise", divide="raise"):
-            last = decoder.run(_random_embedded(source, seed), progress)
+            last = decoder.run(to_float32(embedding.read()[tokens], embedding.dtype), progress)
             observe("lm_head" if "lm_head.weight" in source.tensors else "model.embed_tokens", last)
     except (LookupError, TypeError, ValueError, ArithmeticError) as e:
         if isinstance(e, RsvError):
@@ -63,12 +77,7 @@ def synthetic_importance(
     return found
 
 
-def random_tokens(vocabulary: int, seed: int = 0) -> NDArray[np.intp]:
-    """Ids of a vocabulary of so many tokens, the same ones for the same seed: (128,)."""
+def random_tokens(vocabulary: int, seed: int = 0, count: int = _TOKENS) -> NDArray[np.intp]:
+    """Ids of a vocabulary of so many tokens, the same ones for the same seed: (count,), 128 unless given."""
     first = min(_FIRST_TOKEN, vocabulary - 1)
-    return (first + splitmix64(_TOKENS, seed) % np.uint64(vocabulary - first)).astype(np.intp)
-
-
-def _random_embedded(source: Source, seed: int) -> Rows:
-    embedding = source.tensors["model.embed_tokens.weight"]
-    return to_float32(embedding.read()[random_tokens(embedding.shape[0], seed)], embedding.dtype)
+    return (first + splitmix64(count, seed) % np.uint64(vocabulary - first)).astype(np.intp)
