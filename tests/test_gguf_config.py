@@ -205,6 +205,7 @@ def test_experts(tmp_path: Path) -> None:
     older = {"qwen2moe.expert_feed_forward_length": None, "qwen2moe.feed_forward_length": 2 * INNER,
              "qwen2moe.expert_shared_feed_forward_length": INNER}  # fmt: skip
     assert config_of(tmp_path, "qwen2moe", keys=older)["moe_intermediate_size"] == INNER
+    refused(tmp_path, "source_invalid", "expert_count", arch="qwen3moe", keys={"qwen3moe.expert_count": None})
     refused(tmp_path, "source_invalid", "5 of 3 experts", arch="qwen3moe", keys={"qwen3moe.expert_used_count": 5})
 
 

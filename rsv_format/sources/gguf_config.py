@@ -37,6 +37,8 @@ _ARCHITECTURES = {
 }
 _MIXTRAL = Architecture("mixtral", "MixtralForCausalLM", interleaved_rope=True)  # llama.cpp calls it llama, too
 
+_MIXTURES = frozenset({"mixtral", "qwen2_moe", "qwen3_moe"})
+
 # The one model of each family, by depth, whose queries are scaled by hidden_size / heads, not head_dim.
 _QUERY_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3_text": 62}
 
@@ -131,7 +133,7 @@ def build_config(
         config["mlp_bias"] = any(name.endswith("_proj.bias") and ".mlp." in name for name in tensors)
     elif kind.model_type.startswith("gemma"):
         config |= _gemma(metadata, prefix, kind.model_type, config)
-    if metadata.get(f"{prefix}.expert_count", int):
+    if kind.model_type in _MIXTURES:
         config |= _experts(metadata, prefix, kind.model_type, config["intermediate_size"])
     if config["intermediate_size"] is None:
         raise RsvError("source_invalid", f"{metadata.where}: {prefix}.feed_forward_length", "is missing")
