@@ -15,7 +15,7 @@ Modules, bottom up:
 
 try:
     import mlx.core as _mlx  # noqa: F401
-except ImportError as e:  # pragma: no cover
+except ModuleNotFoundError as e:  # pragma: no cover
     raise ImportError("rsv_mlx needs MLX: pip install 'rsv-format[mlx]'") from e
 
 from rsv_format import __version__

@@ -190,7 +190,7 @@ def check_config(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]
     limits = (
         (_BLOCKS, blocks),
         (_EXPERTS, max(blocks, *stacks, 0)),
-        (_SIZES, max(_LARGE, *(64 * side for shape in shapes.values() for side in shape))),
+        (_SIZES, max(_LARGE, 0, *(64 * side for shape in shapes.values() for side in shape))),
     )
     for key, value in _integers(config):
         most = next((most for pattern, most in limits if pattern.search(key)), value)
@@ -244,7 +244,8 @@ def mlx_lm_utils() -> Any:
     try:
         return importlib.import_module("mlx_lm.utils")
     except ImportError as e:
-        raise RsvError("missing_dependency", "mlx_lm", f"{reason(e)}: pip install 'rsv-format[mlx]'") from e
+        hint = ": pip install 'rsv-format[mlx]'" if isinstance(e, ModuleNotFoundError) else ""
+        raise RsvError("missing_dependency", "mlx_lm", f"{reason(e)}{hint}") from e
 
 
 @contextlib.contextmanager

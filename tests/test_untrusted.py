@@ -206,8 +206,9 @@ def test_what_transformers_sees() -> None:
     ids=str,
 )  # fmt: skip
 def test_counts_that_the_tensors_do_not_show(change: dict[str, Any]) -> None:
-    with pytest.raises(RsvError, match=r"unsupported_model at config.json: \w+ is .*the tensors do not show"):
-        check_config(CONFIG | change, SHAPES)
+    for shapes in (SHAPES, {}):
+        with pytest.raises(RsvError, match=r"unsupported_model at config.json: \w+ is .*the tensors do not show"):
+            check_config(CONFIG | change, shapes)
 
 
 def test_counts_that_are_none_or_are_shown() -> None:
