@@ -17,6 +17,8 @@ import pytest
 
 import rsv_format
 from rsv_format import RsvError, errors, header, layout, limits, packing
+from rsv_format.codebook import codebook, distortion
+from rsv_format.quantizer import codebooks
 
 ROOT = Path(__file__).resolve().parents[1]
 SPEC = (ROOT / "SPEC.md").read_text("utf-8")
@@ -174,6 +176,16 @@ def test_the_scan_is_that_of_the_code(examples: dict[str, Any]) -> None:
         b" " * 65530 + b"[" * 32, b" " * 65530 + b"[" * 33, b" " * 65530 + b"[" * 9 + b"]" * 9 + b"[" * 33,
     ):  # fmt: skip
         assert limited_by_spec(text) == limited_by_code(text), text[:50]
+
+
+def test_errors_of_windows_are_those_of_the_tables() -> None:
+    known = codebooks.distortions()
+    rows = table("## 14.", "b", "L = b, Lloyd and Max", "L = 8", "L = 12", "bound")
+    assert [int(row[0]) for row in rows] == list(codebooks.TRELLIS_BITS)
+    for bits, scalar, *cells in ([int(row[0]), *row[1:4]] for row in rows):
+        errors_of = (distortion(codebook("lloyd-max", bits).astype(float)), known[bits, 8], known[bits, 12])
+        wanted = [f"{error:.5f} ({np.log2(error * 4**bits) / 2:.2f})" for error in errors_of]
+        assert [scalar, *cells] == wanted
 
 
 # schema
