@@ -40,11 +40,13 @@ def _layer(layer: rsv_format.Layer, got: Any, want: Any) -> str:
     for k, row in enumerate(rows):
         norm = float(np.linalg.norm(w_rot[row]))
         a, b = _floats(got["w"][k]), _floats(want["w"][k])
-        if _defined(w_rot[row], a, b) and not np.linalg.norm((a - b) / d[columns]) <= 2e-5 * norm:
+        if _defined(w_rot[row], a, b, np.array(norm)) and not np.linalg.norm((a - b) / d[columns]) <= 2e-5 * norm:
             return f"w, row {row}"
         y, z = _floats([got["y"][k]]), _floats([want["y"][k]])
-        bound = 2e-4 * np.linalg.norm(x) * norm + 2e-6 * abs(float(bias[row]) if bias is not None else 0.0) + 2e-38
-        if _defined(w_rot[row], x.astype(np.float32), y, z) and not abs(y - z)[0] <= bound:
+        size = float(np.linalg.norm(x)) * norm
+        bound = 2e-4 * size + 2e-6 * abs(float(bias[row]) if bias is not None else 0.0) + 2e-38
+        bound_at_all = size == 0 or 2.0**-100 <= size <= 2.0**100  # RSV-725
+        if bound_at_all and _defined(x.astype(np.float32)) and not abs(y - z)[0] <= bound:
             return f"y, row {row}"
     a, b = _floats(got["tx"]), _floats(want["tx"])
     if _defined(x.astype(np.float32), a, b) and not np.linalg.norm(a - b) <= 2e-5 * np.linalg.norm(x):

@@ -102,7 +102,7 @@ def haar_without_signs() -> None:
     """The factor is Q of the library's QR, whatever the signs of U."""
     rotation = module("rotation")
 
-    def wrong(m: int, seed: int) -> Any:
+    def wrong(m: int, seed: int, progress: Any = None) -> Any:
         return np.linalg.qr(rotation.gaussian(m * m, seed).reshape(m, m))[0].astype("f4")
 
     rotation.haar = wrong
