@@ -144,6 +144,11 @@ def test_adapters_are_refused(tmp_path: Path, part: str) -> None:
     refuses("source_unsupported", lambda: open_source(tmp_path), "adapter")
 
 
+def test_what_peft_names_is_an_adapter(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "m.safetensors", arrays(["base_model.model.model.layers.0.input_layernorm.weight"]))
+    refuses("source_unsupported", lambda: open_source(tmp_path / "m.safetensors"), "adapter")
+
+
 def test_parts_that_are_only_called_lora(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "m.safetensors", arrays(["model.layers.0.attn.w_lora.lora.0.weight"]))  # RWKV 7
     assert len(open_source(tmp_path / "m.safetensors").tensors) == 1
@@ -249,6 +254,8 @@ def test_weights_that_were_not_gathered(tmp_path: Path) -> None:
     empty = {name: ("F32", np.zeros((0,), np.float32)) for name in blocks()}
     write_folder(tmp_path, LLAMA, model=arrays(ends()) | empty)
     refuses("source_invalid", lambda: open_source(tmp_path), "ZeRO-3")
+    (tmp_path / "config.json").unlink()
+    refuses("source_invalid", lambda: open_source(tmp_path), "ZeRO-3")
 
 
 def test_an_encoder_is_whole(tmp_path: Path) -> None:
@@ -259,3 +266,13 @@ def test_an_encoder_is_whole(tmp_path: Path) -> None:
     for gone in ("encoder.layer.4", "encoder.layer.4.attention.self.query"):
         fewer = {name: x for name, x in source.tensors.items() if f"{gone}." not in name}
         refuses("source_invalid", lambda fewer=fewer: check_whole(fewer, config, "minilm"), gone)  # type: ignore[misc]
+
+
+def test_names_and_numbers_that_would_cost_much() -> None:
+    """Each takes a moment: blocks that all differ, a name of a million characters, numbers beyond all counts."""
+    names = [f"model.layers.{i}.mlp.part{i}.weight" for i in range(5000)]
+    check(names, {"model_type": "x", "num_hidden_layers": 5000})
+    check(["a" * 10**6 + ".weight", "1" * 10**6 + ".1." + "2" * 10**6], {"model_type": "x"})
+    far = ["model.layers.9999999.mlp.experts.9999999.up_proj.weight", "model.layers.0.mlp.up_proj.weight"]
+    config = {"num_hidden_layers": 10**7, "num_experts": 10**18}
+    refuses("source_invalid", lambda: check(far, config), "model.layers.1 is missing")

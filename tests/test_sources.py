@@ -269,7 +269,7 @@ def test_mlx_agrees_with_mlx(tmp_path: Path) -> None:
         ("source_invalid", {"group_size": 64, "bits": 7}),
         ("source_invalid", {"group_size": 0, "bits": 4}),
         ("source_invalid", {"group_size": [64], "bits": 4}),
-        ("source_invalid", "4 bits"),
+        ("source_unsupported", "4 bits"),
     ],
 )
 def test_other_quantizations(tmp_path: Path, code: str, quantization: Any) -> None:

@@ -24,7 +24,6 @@ _ADAPTER = re.compile(
     r"lora_(?:A|B|a|b|E|up|down|mid|embedding_A|embedding_B|magnitude_vector)|lokr_\w+|hada_\w+|b?oft_\w+|ia3_l"
     r"|vera_lambda_\w+|fourierft_spectrum|dora_scale|prompt_embeddings"
 )
-_NUMBERED = re.compile(r"(?P<list>(?:[^.]*[^.\d][^.]*\.)+?)(?P<number>0|[1-9]\d{0,6})\.(?P<part>.+)")
 _EXPERT = re.compile(r"(?P<owner>.*\bexperts)\.(?P<number>0|[1-9]\d{0,6})\.(?P<part>.+)")
 _BLOCK_LIST = re.compile(r"(?:.*[._])?(?:layers|h|blocks|block|layer)")
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "num_transformer_layers")
@@ -34,6 +33,7 @@ _OTHERS = (
     "vision", "visual", "image", "audio", "speech", "video", "mtp", "nextn", "draft", "eagle", "medusa", "talker",
     "code2wav", "projector", "connector", "merger", "resampler", "perceiver",
 )  # fmt: skip
+_KINDS = 64  # of modules that are told apart by their parts; models have a handful
 _UNEVEN = frozenset({"albert", "nemotron-nas"})  # blocks that are used again, or that are empty
 # parts that no module does without if it has them in another block; keys and values may be those of a block before
 _ALWAYS = frozenset({
@@ -89,17 +89,21 @@ _FAMILIES: dict[str, _Family] = {
 def refuse_adapters(tensors: Iterable[str], where: str) -> None:
     """Raise RsvError `source_unsupported` for an adapter (LoRA and others), alone or beside the weights it adapts."""
     for name in tensors:
-        if any(_ADAPTER.fullmatch(part) for part in name.split(".")):
+        if name.startswith("base_model.model.") or any(_ADAPTER.fullmatch(part) for part in name.split(".")):
             detail = "is part of an adapter (such as LoRA's), not of a model: merge it into its base model first"
             raise RsvError("source_unsupported", f"{where}: {name}", detail)
 
 
-def check_whole(tensors: Tensors, config: Config, where: str) -> None:
-    """Raise RsvError `source_invalid`, naming what is missing, unless the tensors are all of the config's model."""
+def refuse_empty(tensors: Tensors, where: str) -> None:
+    """Raise RsvError `source_invalid` for weights of which nothing but the names were saved."""
     for name, tensor in tensors.items():
         if 0 in tensor.shape and name.endswith((".weight", ".bias")):
             detail = f"is empty {tensor.shape}: the weights were saved without being gathered (DeepSpeed ZeRO-3)"
             raise RsvError("source_invalid", f"{where}: {name}", detail)
+
+
+def check_whole(tensors: Tensors, config: Config, where: str) -> None:
+    """Raise RsvError `source_invalid`, naming what is missing, unless the tensors are all of the config's model."""
     text = _text_config(config)
     if any(str(part.get("model_type")) in _UNEVEN for part in (config, text)):
         return
@@ -133,15 +137,22 @@ def _count(config: Config, keys: Iterable[str]) -> int | None:
     return next((config[key] for key in keys if type(config.get(key)) is int), None)
 
 
+def _numbered(name: str) -> tuple[str, int, str] | None:
+    """The list of blocks that a tensor is of, the block's number, and the name within: of the outermost list."""
+    parts = name.split(".")
+    for i, part in enumerate(parts[1:-1], 1):
+        if part.isascii() and part.isdigit() and len(part) < 8:
+            return ".".join(parts[:i]), int(part), ".".join(parts[i + 1 :])
+    return None
+
+
 def _block_lists(tensors: Iterable[str]) -> dict[str, dict[int, set[str]]]:
     """Of each list of blocks of a language model, by its name: number -> names of the tensors within."""
     lists: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for name in tensors:
-        match = _NUMBERED.fullmatch(name)
-        if match is None or any(word in match["list"] for word in _OTHERS):
-            continue
-        if _BLOCK_LIST.fullmatch(match["list"][:-1]):
-            lists[match["list"][:-1]][int(match["number"])].add(match["part"])
+        prefix, number, part = _numbered(name) or ("", 0, "")
+        if _BLOCK_LIST.fullmatch(prefix) and not any(word in prefix for word in _OTHERS):
+            lists[prefix][number].add(part)
     return lists
 
 
@@ -192,9 +203,11 @@ def _check_modules(prefix: str, blocks: Blocks, where: str) -> None:
             if layer != part:
                 modules[module][i].add(own)
     for module, numbered in modules.items():
+        kinds = set(map(frozenset, numbered.values()))
         for i, own in numbered.items():
             wanted = {part for others, part in _TOGETHER if own >= others}
-            wanted |= {part for other in numbered.values() if own < other for part in other & _ALWAYS}
+            if len(kinds) <= _KINDS:
+                wanted |= {part for kind in kinds if own < kind for part in kind & _ALWAYS}
             for part in sorted(wanted - own):
                 name = ".".join(filter(None, (prefix, str(i), module, part)))
                 _incomplete(where, f"{name}.weight is missing")
@@ -229,7 +242,7 @@ def _check_ends(tensors: Tensors, lists: Iterable[str], config: Config, where: s
     owners = {
         owner: len(tensor.shape)
         for name, tensor in tensors.items()
-        if not _NUMBERED.fullmatch(name) and not any(word in name for word in _OTHERS)
+        if _numbered(name) is None and not any(word in name for word in _OTHERS)
         for owner in name.split(".")[:-1]
     }
     if not any(axes == 2 and ("emb" in owner or owner in ("wte", "shared")) for owner, axes in owners.items()):

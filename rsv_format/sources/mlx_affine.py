@@ -50,7 +50,7 @@ def dequantized(tensors: Tensors, config: Mapping[str, Any], where: str) -> dict
         `source_unsupported` for MLX's modes with small floats; `source_invalid` where shapes and settings do not fit,
         or more than one setting would.
     """
-    settings = _settings(config, where)
+    settings = _settings(config)
     dense: dict[str, SourceTensor] = {}
     for name, tensor in tensors.items():
         layer, _, part = name.rpartition(".")
@@ -71,12 +71,9 @@ def _scales_of(name: str) -> str:
     return f"{layer}.scales" if part == "weight" else ""
 
 
-def _settings(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What the config says of MLX's quantization, nothing if it does not."""
-    found = [entry for _, entry in announced(config)]
-    for entry in found:
-        if not isinstance(entry, Mapping):
-            raise RsvError("source_invalid", where, "config.json: quantization is not an object")
+    found = (entry for _, entry in announced(config) if isinstance(entry, Mapping))
     return next((entry for entry in found if "bits" in entry or "mode" in entry), {})
 
 

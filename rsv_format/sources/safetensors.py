@@ -121,6 +121,7 @@ def _with_config(
     where, has_config = str(path), (folder / "config.json").exists()
     config: dict[str, Any] = read_json_object(folder / "config.json") if has_config else {}
     completeness.refuse_adapters(tensors, where)
+    completeness.refuse_empty(tensors, where)
     foreign.refuse(config, tensors, folder if has_config else None, where)
     if mlx_affine.is_quantized(tensors):
         kind, tensors = "mlx", mlx_affine.dequantized(tensors, config, where)
