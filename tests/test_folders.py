@@ -299,4 +299,5 @@ def test_a_repository_is_asked_for_what_a_folder_is_read_for(monkeypatch: pytest
     open_source("some-org/some-model")
     names = [*ATTACHED, "model-00001-of-00002.safetensors", "quantize_config.json", "config.json"]
     others = ["original/model.safetensors", "pytorch_model.bin", "modeling_x.py", "README.md"]
-    assert list(filter_repo_objects([*names, *others], **asked)) == names
+    patterns = {key: asked[key] for key in ("allow_patterns", "ignore_patterns")}
+    assert list(filter_repo_objects([*names, *others], **patterns)) == names
