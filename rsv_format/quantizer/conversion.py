@@ -279,8 +279,11 @@ class _Job:
             for name in group:
                 self.progress(done, total, name)
                 done += prod(self._weight(name).shape)
-                weight = held.pop(name) if name in held else self._weight(name).float32()
-                yield self._quantized(name, weight, transform, known)
+                layer = self._quantized(
+                    name, held.pop(name) if name in held else self._weight(name).float32(), transform, known
+                )
+                yield layer  # the dense weight is gone by now
+                del layer
         self.progress(total, total, "")
 
     def _header(self, layer_bits: Mapping[str, int]) -> Header:
