@@ -5,9 +5,15 @@ in order, and what each loses is spread over the columns to come so that the who
 
     inv(H) = U' U,   E = (W - Q)[:, block] inv(U[block, block]),   W[:, later] -= E U[block, later].
 
-H comes from few tokens and knows those. On SmolLM2, calibrated on one text and measured on two others, a whole mean of
-the diagonal as damping and half of what is beside the diagonal lowered the divergence on both; without the shrinkage
-it rose on one of them.
+H comes from few tokens and fits them: it is damped by the mean of its diagonal, and half of what is beside the diagonal
+is left out. Mean divergence of SmolLM2 from itself, ten blocks in thirty at 4 bits, H from 1024 tokens, measured on 512
+of each of two other texts:
+
+                          Lloyd-Max         trellis, window 8
+    no feedback           0.0511, 0.0482    0.0275, 0.0257
+    H from a text         0.0401, 0.0411    0.0243, 0.0225
+    the same, unshrunk    0.0352, 0.0425    0.0240, 0.0299
+    H from random tokens  0.0504, 0.0442    0.0282, 0.0254
 
 E. Frantar et al., "GPTQ", arXiv 2210.17323; J. Chee et al., "QuIP", arXiv 2307.13304, whose LDLQ is the same.
 """
