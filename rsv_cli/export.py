@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rsv_format import Attachment, File
-    from rsv_format.outputs import Kind
+    from rsv_format.replaceable import Kind
 
 _GENERATOR = "rsv export"
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -150,7 +150,7 @@ def extract(
 
 def _exported() -> Kind:
     """What `export` writes, and writes over."""
-    from rsv_format.outputs import Kind
+    from rsv_format.replaceable import Kind
 
     return Kind("an export of this program", lambda head: f'"generator":"{_GENERATOR}"'.encode() in head)
 

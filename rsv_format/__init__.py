@@ -3,7 +3,7 @@
 Modules, bottom up:
 
 - errors, limits, version: codes and fixed sizes
-- outputs: what may be replaced, and how
+- replaceable: what an output may replace;  outputs: how files come into place
 - layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
 - roles: what tensors are for, by their names;  decoder: a model run in numpy
 - codebook: centroids;  householder: the Q of a QR, in pieces;  rotation: transforms

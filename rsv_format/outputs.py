@@ -1,8 +1,8 @@
-"""Where files are written: what may be replaced, and how they come into place, whole or not at all.
+"""How files come into place: whole or not at all.
 
-Every file that this package, rsv_mlx and the command line write goes through here, so one rule holds for all. Where
-the system has files without a name (O_TMPFILE, on Linux), what is not finished has none, and ends with its process
-however that ends. Elsewhere it has a hidden name beside its path, and a lock that tells whether its writer lives.
+Every file that this package, rsv_mlx and the command line write goes through here. Where the system has files without
+a name (O_TMPFILE, on Linux), what is not finished has none, and ends with its process however that ends. Elsewhere it
+has a hidden name beside its path, and a lock that tells whether its writer lives.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from io import FileIO
 from pathlib import Path
@@ -23,24 +22,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from rsv_format.errors import RsvError
+from rsv_format.replaceable import Kind, StrPath, Target
 
-StrPath = str | os.PathLike[str]
-
-_HEAD_NBYTES = 4096  # enough to tell what a file is
-_MODEL_SUFFIXES = frozenset((".safetensors", ".gguf", ".bin", ".pt", ".pth", ".ckpt", ".npz", ".h5", ".onnx"))
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
-_FORCE = "--force (in Python, force=True) replaces it"
 
 _unfinished: set[Output] = set()
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What is written, and how an earlier one is known by the bytes that it begins with."""
-
-    name: str  # with its article, as in "exists and is not an RSV file"
-    is_one: Callable[[bytes], bool]
 
 
 class Output:
@@ -50,15 +37,10 @@ class Output:
 
     Parameters
     ----------
-    path : path
-        A link is followed, and stays.
-    kind : Kind, optional
-        One of this kind may be replaced. Without it nothing may, and a link is not followed: so it is for names
-        that come from a file and not from the user.
+    path, kind, force
+        As `Target`.
     inputs : paths
         What is read to make it, and never replaced: files, and folders with the files in them.
-    force : bool
-        Replace what is write-protected or of another kind, but never a model that is not RSV.
 
     Raises
     ------
@@ -69,17 +51,19 @@ class Output:
     def __init__(
         self, path: StrPath, kind: Kind | None = None, *, inputs: Iterable[StrPath] = (), force: bool = False
     ) -> None:
-        self._named, self._kind, self._force = os.fspath(path), kind, force
+        self._named = os.fspath(path)
         self._temporaries: list[str] = []  # names that `discard` removes
         self._file: FileIO | None = None
         self._folder = -1
         with self._reported():
-            parent, name = os.path.split(os.path.abspath(path))
-            self.path = os.path.realpath(path) if kind else os.path.join(os.path.realpath(parent), name)
-            if kind and os.path.exists(path) and not _same(os.stat(path), self._found()):
-                raise self._refusal("is not a regular file with a name")  # /dev/stdout, or the like
-            self._refuse_inputs(inputs)
-            self._refuse_precious()
+            self._target = Target(path, kind, force)
+            self._target.refuse_inputs(inputs)
+            self._target.refuse_precious()
+
+    @property
+    def path(self) -> str:
+        """Where it will be."""
+        return self._target.path
 
     def open(self, nbytes: int = 0) -> FileIO:
         """The file to write to, unbuffered and of this length, zeros so far; io_error if there is no room for it."""
@@ -146,20 +130,10 @@ class Output:
             self.discard()
             raise
 
-    def _refusal(self, why: str) -> RsvError:
-        return RsvError("bad_argument", self._named, why)
-
-    def _found(self) -> os.stat_result | None:
-        """What is at the path, which is a link only if links are not followed."""
-        try:
-            return os.lstat(self.path)
-        except FileNotFoundError:
-            return None
-
     def _new(self, parent: str) -> int:
         """A descriptor of a new file that has no name, or a temporary one."""
-        old = self._found()
-        mode = stat.S_IMODE(old.st_mode) & 0o777 if old and stat.S_ISREG(old.st_mode) else 0o666
+        old = self._target.replaced()
+        mode = stat.S_IMODE(old.st_mode) & 0o777 if old else 0o666
         flags = os.O_RDWR | os.O_CLOEXEC
         if hasattr(os, "O_TMPFILE") and os.path.exists(_unnamed(self._folder)):
             with contextlib.suppress(OSError):  # not every file system has it; whatever else is wrong shows below
@@ -168,57 +142,14 @@ class Output:
         self._temporaries.append(name)
         return os.open(name, flags | os.O_CREAT | os.O_EXCL, mode)
 
-    def _refuse_inputs(self, inputs: Iterable[StrPath]) -> None:
-        found = self._found()
-        if found is None or not stat.S_ISREG(found.st_mode):
-            return
-        # a file of the kind that is written is not what was read from a folder
-        whole_folders = not (self._kind and self._kind.is_one(_head(self.path)))
-        for name in inputs:
-            with contextlib.suppress(OSError):  # an input that is not there says so when it is opened
-                if _same(os.stat(name), found):
-                    raise self._refusal("is the input itself")
-                if whole_folders and os.path.isdir(name):
-                    with os.scandir(name) as entries:
-                        if any(_same(entry.stat(), found) for entry in entries if entry.is_file()):
-                            raise self._refusal("is a file of the input's")
-
-    def _refuse_precious(self) -> None:
-        """Refuse to replace what is at the path, if that is not allowed."""
-        found = self._found()
-        if found is None:
-            return
-        if stat.S_ISDIR(found.st_mode):
-            raise self._refusal("is a folder")
-        if stat.S_ISLNK(found.st_mode):
-            if not self._force:
-                raise self._refusal(f"exists, as a link: {_FORCE}")
-            return
-        if not stat.S_ISREG(found.st_mode):
-            raise self._refusal("is not a regular file")
-        if any(_is_stream(descriptor, found) for descriptor in (1, 2)):
-            raise self._refusal("is where this process prints to")
-        head = _head(self.path)
-        own = self._kind is not None and self._kind.is_one(head)
-        if not own and _is_model(self.path, head, found.st_size):
-            raise self._refusal("exists and is a model that is not RSV: remove it first if it may go")
-        if self._force:
-            return
-        if self._kind is None:
-            raise self._refusal(f"exists: {_FORCE}")
-        if not own and found.st_size:
-            raise self._refusal(f"exists and is not {self._kind.name}: {_FORCE}")
-        if not found.st_mode & 0o222 or not os.access(self.path, os.W_OK):  # root may write to all
-            raise self._refusal(f"exists and is write-protected: {_FORCE}")
-
     def _sync(self) -> None:
         """All that was written is on the disk, with the owner and permissions of what it replaces."""
         assert self._file is not None, "nothing was opened"
         with self._reported():
             os.fsync(self._file.fileno())
-            self._refuse_precious()  # time has passed
-            old = self._found()
-            if old and stat.S_ISREG(old.st_mode):
+            self._target.refuse_precious()  # time has passed
+            old = self._target.replaced()
+            if old:
                 _inherit(self._file.fileno(), old)
 
     def _publish(self) -> None:
@@ -252,12 +183,13 @@ def commit(*outputs: Output) -> None:
         with _uninterrupted():
             try:
                 for output in outputs:
-                    if output._found() is None:
-                        undo.append(partial(os.unlink, output.path))
-                    elif len(outputs) > 1 and (second := _second_name(output.path)):
+                    is_new = output._target.found() is None
+                    if not is_new and len(outputs) > 1 and (second := _second_name(output.path)):
                         seconds.append(second)
                         undo.append(partial(os.replace, second, output.path))
                     output._publish()
+                    if is_new:
+                        undo.append(partial(os.unlink, output.path))
             except BaseException:
                 for step in reversed(undo):
                     with contextlib.suppress(OSError):
@@ -358,31 +290,6 @@ def _second_name(path: str) -> str | None:
 
 def _unnamed(descriptor: int) -> str:
     return f"/proc/self/fd/{descriptor}"
-
-
-def _head(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read(_HEAD_NBYTES)
-
-
-def _same(a: os.stat_result, b: os.stat_result | None) -> bool:
-    return b is not None and os.path.samestat(a, b)
-
-
-def _is_model(path: str, head: bytes, nbytes: int) -> bool:
-    """Whether a file holds weights, as far as its name and what it begins with tell."""
-    if not head:
-        return False
-    if head.startswith(b"GGUF"):
-        return b"imatrix" not in head
-    is_safetensors = head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= nbytes
-    return is_safetensors or os.path.splitext(path)[1].lower() in _MODEL_SUFFIXES
-
-
-def _is_stream(descriptor: int, found: os.stat_result) -> bool:
-    with contextlib.suppress(OSError):  # it is closed
-        return os.path.samestat(os.fstat(descriptor), found)
-    return False
 
 
 def _inherit(descriptor: int, old: os.stat_result) -> None:

@@ -37,8 +37,9 @@ from rsv_format.header import (
 )
 from rsv_format.layout import MAGIC, build_prologue, layer_layout
 from rsv_format.limits import MAX_HEADER_NBYTES, PROLOGUE_NBYTES, WRITER_SHARE
-from rsv_format.outputs import Kind, Output, write_all
+from rsv_format.outputs import Output, write_all
 from rsv_format.payload import codebook_faults, codes_faults, diagonal_faults, factor_faults, floats_faults
+from rsv_format.replaceable import Kind
 from rsv_format.rotation import Transform
 from rsv_format.validate import Blob, check_references, walk
 

@@ -19,7 +19,8 @@ from safetensors.numpy import save_file
 
 import rsv_format
 from rsv_format import RsvError, outputs
-from rsv_format.outputs import Kind, Output, check, commit, leftovers, write_all
+from rsv_format.outputs import Output, check, commit, leftovers, write_all
+from rsv_format.replaceable import Kind
 from rsv_format.sources.imatrix import load_imatrix, save_imatrix
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -390,6 +391,17 @@ def test_several_files_of_which_one_cannot_come_into_place(
     with pytest.raises(RsvError if isinstance(error, OSError) else KeyboardInterrupt):
         commit(*found)
     assert tree(tmp_path) == {"b": b"old"}
+
+
+def test_what_somebody_else_puts_there_is_not_undone(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def overtaken(old: str, new: str) -> None:
+        Path(new).write_bytes(b"another's")
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    with pytest.raises(RsvError), Output(tmp_path / "a", TEXT) as output:
+        output.open()
+        monkeypatch.setattr(os, "replace", overtaken)
+    assert tree(tmp_path) == {"a": b"another's"}
 
 
 def test_several_files_of_which_one_is_refused_at_the_end(tmp_path: Path, way: str) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from rsv_format.errors import RsvError
-from rsv_format.outputs import Kind, Output
+from rsv_format.outputs import Output
+from rsv_format.replaceable import Kind
 from rsv_format.sources import gguf
 from rsv_format.sources.base import Array, Floats, library, reading
 from rsv_format.sources.gguf_header import MAGIC
