@@ -84,7 +84,7 @@ def make_plan(
     """
     placed, parameters, kept = _sanitized(model, layers, tensors, dequantized)
     modules = dict(model.named_modules())  # type: ignore[no-untyped-call]
-    wanted: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore
+    wanted = _wanted(model)
     own = assigned(modules.values())
     packed: dict[str, Place] = {}
     dense: dict[str, tuple[str, bool]] = {}
@@ -110,8 +110,8 @@ def make_plan(
     for path, array in parameters.items():
         if path not in wanted or path.rpartition(".")[0] in packed:
             unexpected.append(path)
-        elif array.shape != wanted[path].shape:
-            misshapen.append(f"{path} {array.shape}, not {wanted[path].shape}")
+        elif array.shape != wanted[path]:
+            misshapen.append(f"{path} {array.shape}, not {wanted[path]}")
     missing += [path for path in wanted if path not in parameters and path.rpartition(".")[0] not in placed]
     if strict and missing:
         _refuse("missing_layer", missing, "the model has what the file has not")
@@ -121,6 +121,25 @@ def make_plan(
         _refuse("shape_mismatch", misshapen, "the file's and the model's shapes differ")
     taken = {path: array for path, array in parameters.items() if path not in set(unexpected)}
     return Plan(packed, dense, taken, kept & taken.keys())
+
+
+def _wanted(model: Module) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a model's parameters, of packed layers what they stand for: no such layer is read for it."""
+
+    def is_leaf(value: Any) -> bool:
+        return isinstance(value, Packed) or not isinstance(value, dict | list)
+
+    tree = model.filter_and_map(Module.valid_parameter_filter, is_leaf_fn=lambda m, k, v: is_leaf(v))
+    leaves: dict[str, Any] = tree_flatten(tree, is_leaf=lambda v: isinstance(v, Packed), destination={})  # type: ignore
+    wanted: dict[str, tuple[int, ...]] = {}
+    for path, held in leaves.items():
+        if isinstance(held, Packed):
+            wanted[f"{path}.weight"] = held.weight_shape
+            if held.has_bias:
+                wanted[f"{path}.bias"] = held.weight_shape[:-1]
+        else:
+            wanted[path] = held.shape
+    return wanted
 
 
 def install(model: Module, layers: Mapping[str, Module], parameters: Mapping[str, mx.array]) -> None:
@@ -261,9 +280,7 @@ def _sanitize(model: Module, weights: dict[str, mx.array]) -> dict[str, mx.array
         sanitized: dict[str, mx.array] = model.sanitize(dict(weights))
         return sanitized
     except KeyError:
-        own: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore
-        packed = [path for path, m in model.named_modules() if isinstance(m, Packed)]  # type: ignore[no-untyped-call]
-        if weights.keys() <= own.keys() | {f"{path}.weight" for path in packed}:
+        if weights.keys() <= _wanted(model).keys():
             return weights
         raise
 

@@ -16,6 +16,7 @@ nn = pytest.importorskip("mlx.nn")
 
 from mlx.utils import tree_flatten, tree_map, tree_reduce  # noqa: E402
 
+import rsv_format  # noqa: E402
 import rsv_mlx  # noqa: E402
 from rsv_format import RsvError  # noqa: E402
 from rsv_mlx.packed import Packed  # noqa: E402
@@ -196,3 +197,18 @@ def test_a_weight_that_is_set_makes_the_layer_dense(path: Path, tmp_path: Path) 
     assert same(copy.deepcopy(model), model)
     rsv_mlx.save(model, tmp_path / "d.rsv")
     assert same(loaded(tmp_path / "d.rsv"), model)
+
+
+def test_layers_that_are_replaced_are_not_read(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "gone.rsv").write_bytes(path.read_bytes())
+    model, report = loaded(tmp_path / "gone.rsv", lazy=True, zero_copy="never", return_report=True)
+    before = report.copied_nbytes
+    rsv_mlx.graft(model, path)
+    assert report.copied_nbytes == before and same(model, loaded(path))
+    rsv_format.write(tmp_path / "one.rsv", layers=[rsv_format.quantize_matrix(np.ones((40, 24)), name="up_proj")])
+    lazy, report = loaded(path, lazy=True, zero_copy="never", return_report=True)
+    before = report.copied_nbytes
+    with pytest.raises(RsvError, match=r"missing_layer.*(down|gate_proj|embed)\.weight"):
+        rsv_mlx.graft(lazy, tmp_path / "one.rsv")
+    rsv_mlx.graft(lazy, tmp_path / "one.rsv", strict=False)
+    assert report.copied_nbytes == before
