@@ -150,7 +150,7 @@ def changed(folder: Path, to: Path, **config: object) -> Path:
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "gemma2"},
+        {"model_type": "gemma"},
         {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         {"sliding_window": 8},
