@@ -80,8 +80,8 @@ _FAMILIES: dict[str, _Family] = {
     "gemma3_text": _Family(_PLAIN.block + _SANDWICH + _HEAD_NORMS),
     "phi3": _Family(_NORMS + _weights("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")),
     "olmo2": _Family(_NORMS[1:] + _SANDWICH[1:] + _ATTENTION + _GATED + _HEAD_NORMS),
-    **dict.fromkeys(("mixtral", "qwen2_moe"), _Family(_NORMS + _ATTENTION, alike=False)),
-    **dict.fromkeys(("qwen3_moe", "olmoe"), _Family(_NORMS + _ATTENTION + _HEAD_NORMS, alike=False)),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe"), _Family(_NORMS + _ATTENTION, alike=False)),
+    "olmoe": _Family(_NORMS + _ATTENTION + _HEAD_NORMS, alike=False),
     "gpt2": _Family(_GPT2, ("wte.weight", "wpe.weight", "ln_f.weight")),
 }  # fmt: skip
 
