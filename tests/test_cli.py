@@ -591,6 +591,16 @@ def test_rotations_that_take_long_must_be_asked_for(command: str, tmp_path: Path
     ok(command, *arguments, "--max-order", 70)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="file names of any bytes")
+def test_a_source_whose_name_is_no_text(tmp_path: Path) -> None:
+    source = tmp_path / os.fsdecode(b"\xff.safetensors")
+    save_file({"a.up_proj.weight": np.ones((2, 32), np.float32)}, tmp_path / "m.safetensors")
+    (tmp_path / "m.safetensors").rename(source)
+    rsv_format.quantize(source, tmp_path / "m.rsv", importance="none")
+    with rsv_format.open(tmp_path / "m.rsv") as file:
+        assert file.metadata["source"] == r"\udcff.safetensors"
+
+
 # ---- doctor
 
 

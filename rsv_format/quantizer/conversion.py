@@ -331,7 +331,7 @@ class _Job:
     def _metadata(self) -> dict[str, str]:
         metadata = {
             "generator": f"rsv-format {VERSION}",
-            "source": Path(self.source.path).name,
+            "source": Path(self.source.path).name.encode("utf-8", "backslashreplace").decode(),  # any bytes, on Linux
             "source.kind": self.source.kind,
             "quantizer.codebook": self.options.codebook,
             "quantizer.rotation": self.options.rotation,
