@@ -72,7 +72,7 @@ def compare(
     with session(as_json):
         import rsv_format
 
-        with opened_file(file) as opened, rsv_format.open_source(source, tokenizer=False) as model:
+        with opened_file(file, max_order=max_order) as opened, rsv_format.open_source(source, tokenizer=False) as model:
             with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
                 rsv_format.verify(opened, progress=told)
             with terminal.progress("comparing", quiet=quiet) as told:

@@ -22,7 +22,8 @@ from fuzz.exercise import exercise  # noqa: E402
 from fuzz.jsontext import Style  # noqa: E402
 from fuzz.mutate import mutate  # noqa: E402
 
-FILES = list(corpus.vectors("valid", max_nbytes=16384).values())
+VECTORS = corpus.vectors("valid", max_nbytes=16384)
+FILES = list(VECTORS.values())
 
 
 def mutated(seed: int) -> bytes:
@@ -31,7 +32,8 @@ def mutated(seed: int) -> bytes:
 
 
 def test_what_is_signed_again_is_sound() -> None:
-    for i, file in enumerate(FILES[::5]):
+    at_the_limit = {name for name in VECTORS if "json-values-most" in name}  # white space keeps them within it
+    for i, file in enumerate([VECTORS[name] for name in VECTORS if name not in at_the_limit][::5]):
         for style in (Style(), Style(random.Random(i), 0.3)):
             rsv_format.verify(signing.sign(signing.split(file), style))
 
