@@ -124,7 +124,12 @@ def _layer_names(name: str) -> list[str]:
 
 
 def _from_gguf(path: Path) -> dict[str, Array]:
-    tensors = gguf.load_tensors(path)
+    try:
+        tensors = gguf.load_tensors(path)
+    except RsvError as e:
+        if e.code != "nonfinite_weight":
+            raise
+        raise RsvError("source_invalid", e.where, e.detail) from None  # what it holds are no weights
     means: dict[str, Array] = {}
     for name in (key.removesuffix(_SUMS) for key in tensors if key.endswith(_SUMS)):
         counts = tensors.get(name + _COUNTS)
