@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from rsv_format.errors import RsvError
 from rsv_format.limits import HAAR_TOLERANCE, ORTHOGONALITY_TOLERANCE
-from rsv_format.packing import unpack_padded
 from rsv_format.rotation import Transform, haar_witness
 
 _CHUNK = 8 * 2**20  # bytes of temporaries
@@ -78,10 +77,11 @@ def codes_faults(codes: NDArray[np.uint32], bits: int, in_features: int, where: 
     """padding_nonzero of the codes that fill up a row."""
     if in_features % 32 == 0:
         return
-    last = codes[:, -bits:]  # the last 32 codes of each row
-    rows = _CHUNK // 128
-    for start in range(0, last.shape[0], rows):
-        if unpack_padded(last[start : start + rows], bits)[:, in_features % 32 :].any():
+    used = in_features % 32 * bits  # bits of a row's last `bits` words, which hold 32 codes
+    padding = np.array([0xFFFFFFFF << min(max(used - 32 * k, 0), 32) & 0xFFFFFFFF for k in range(bits)], np.uint32)
+    rows = _CHUNK // (4 * bits)
+    for start in range(0, codes.shape[0], rows):
+        if (codes[start : start + rows, -bits:] & padding).any():
             yield RsvError("padding_nonzero", where, "codes after the last of a row must be zero")
             return
 

@@ -470,7 +470,7 @@ class Layer:
         """Of the blob."""
         return self.blob.nbytes
 
-    @property
+    @cached_property
     def layout(self) -> LayerLayout:
         """Where the parts of the blob lie."""
         return layer_layout(self.in_features, self.entry.rows, self.bits, self.bias_dtype)
