@@ -49,6 +49,12 @@ with session(), scratch():
 """
 
 
+def default(*numbers: int) -> None:
+    """A job in the background ignores some signals."""
+    for number in numbers:
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("pace", ["quick", "slow"])
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_signals_leave_nothing(tmp_path: Path, name: str, pace: str) -> None:
@@ -59,7 +65,7 @@ def test_signals_leave_nothing(tmp_path: Path, name: str, pace: str) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, out / "a", pace], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
         env={**os.environ, "TMPDIR": str(temporary)},
-        preexec_fn=lambda: (signal.signal(number, signal.SIG_DFL), None)[1],  # a background job ignores some
+        preexec_fn=lambda: default(number, signal.SIGINT),
     )  # fmt: skip
     assert child.stdout is not None
     assert child.stdout.readline() == b"body\n"
