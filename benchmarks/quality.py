@@ -95,7 +95,8 @@ class Model:
             name: rsv_format.text_windows(tokenizer.encode(text).ids, None, tokens, WINDOW)
             for name, text in texts.items()
         }
-        self.calibration = tokenizer.encode((TEXTS / "workshop.txt").read_text()).ids[:CALIBRATION]
+        self.calibration_text = (TEXTS / "workshop.txt").read_text()
+        self.calibration = tokenizer.encode(self.calibration_text).ids[:CALIBRATION]
         self.hidden = {name: self.run(self.weights, inputs) for name, (inputs, _) in self.texts.items()}
 
     def run(self, weights: Weights, inputs: NDArray[np.intp]) -> NDArray[np.float32]:
@@ -190,7 +191,12 @@ def awq(model: Model, bits: int = 4, group: int = 64) -> tuple[Row, Weights | No
 
 def ours(model: Model, row: Row) -> tuple[Row, Weights]:
     """Through a file and back."""
-    importance = row.detail.removeprefix("importance ")
+    importance: Any = row.detail.removeprefix("importance ")
+    feedback = importance.endswith(", feedback")
+    if feedback:
+        importance = "auto"  # the text decides
+    elif importance == "measured":
+        importance = model.measured_importance
     weights = dict(model.weights)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.rsv")
@@ -199,7 +205,8 @@ def ours(model: Model, row: Row) -> tuple[Row, Weights]:
             path,
             bits=row.bits,
             codebook=row.method.removeprefix("rsv "),
-            importance=model.measured_importance if importance == "measured" else importance,
+            importance=importance,
+            calibration=model.calibration_text if feedback else None,
             embedding_bits=row.embedding_bits or "keep",
         )
         with rsv_format.open(path) as file:
@@ -224,7 +231,7 @@ def variants(model: Model, quick: bool) -> Iterator[Variant]:
     rows = [
         Row("rsv trellis", bits, f"importance {importance}")
         for bits in ((4,) if quick else TRELLIS_BITS)
-        for importance in IMPORTANCES[1:]
+        for importance in (*IMPORTANCES[1:], "measured, feedback")
     ]
     rows += [
         Row(f"rsv {codebook}", bits, f"importance {importance}")
@@ -242,13 +249,13 @@ def variants(model: Model, quick: bool) -> Iterator[Variant]:
         yield row, partial(ours, model, row)
 
 
-def measure(tokens: int, quick: bool, only: str) -> dict[str, Any]:
-    """All rows whose labels fit the pattern, and how they came about; progress goes to stderr."""
+def measure(tokens: int, quick: bool, only: Sequence[str]) -> dict[str, Any]:
+    """All rows whose labels fit a pattern, and how they came about; progress goes to stderr."""
     started = time.perf_counter()
     model = Model(tokens)
     rows = []
     for planned, made in variants(model, quick):
-        if not fnmatch.fnmatchcase(planned.label, only):
+        if not any(fnmatch.fnmatchcase(planned.label, pattern) for pattern in only):
             continue
         row, weights = made()
         if weights is not None:
@@ -395,7 +402,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--from", dest="saved", type=Path, help="show what an earlier run with --json has printed")
-    parser.add_argument("--only", default="*", help="rows whose labels fit this pattern, such as '*4 bits*'")
+    parser.add_argument("--only", nargs="+", default=["*"], help="rows whose labels fit a pattern, such as '*4 bits*'")
     parser.add_argument("--quick", action="store_true", help="4 bits only, no AWQ, no whole files")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of text (default %(default)s)")
     parser.add_argument("--plot", type=Path, help="draw the curves into this PNG file (needs matplotlib)")
