@@ -12,6 +12,7 @@ Modules, bottom up:
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -21,9 +22,12 @@ def run() -> None:
     """The console script."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a command has its own; until then there is nothing to undo
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # started with it closed
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # help and names may lie beyond the terminal's encoding
     columns = os.environ.get("COLUMNS", "1")
     if not columns.isdecimal() or not int(columns):
         del os.environ["COLUMNS"]  # rich would print nothing in 0 columns

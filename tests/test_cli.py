@@ -925,3 +925,15 @@ def test_families() -> None:
 def test_plain() -> None:
     assert terminal.plain("é 漢 ok") == "é 漢 ok"
     assert terminal.plain("\x1b[0m\n") == r"\x1b[0m\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_in_an_encoding_that_lacks_its_characters(command: str) -> None:
+    done = process(command, "--help", env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and done.stderr == "" and "Usage" in done.stdout
+
+
+def test_a_prompt_from_a_closed_standard_input(tmp_path: Path) -> None:
+    command = f"{sys.executable} -m rsv_cli generate {tmp_path / 'none.rsv'} --prompt - <&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "internal_error" not in done.stderr and done.stderr.count("\n") == 1
