@@ -12,6 +12,7 @@ from rsv_cli import describe, terminal
 from rsv_cli.files import tell_leftovers
 from rsv_cli.options import Force, Quiet
 from rsv_cli.session import is_interrupt, mlx_module, scratch, session
+from rsv_cli.texts import read_text
 
 
 def calibrate(
@@ -51,7 +52,7 @@ def calibrate(
 
         tell_leftovers(output, quiet)
         check(output, IMATRIX, inputs=[model, text], force=force)
-        words = _read(text)
+        words = read_text(text)
         mlx = mlx_module("rsv_mlx.calibrate")
         with terminal.waiting("loading", quiet=quiet):
             loaded, tokenizer = mlx.load_anything(model)
@@ -84,12 +85,3 @@ def calibrate(
             terminal.stdout().print(line, soft_wrap=True)
         if interrupted is not None:
             raise interrupted
-
-
-def _read(path: Path) -> str:
-    from rsv_format import RsvError
-
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as e:
-        raise RsvError("source_invalid", str(path), f"is not UTF-8: {e.reason} at byte {e.start}") from e

@@ -23,7 +23,7 @@ from rsv_format.sources import Source, open_source
 
 TOKENS, WINDOW = 4096, 512
 _SPANS = 4  # parts of a window that are told apart: early tokens have little context
-_TOGETHER = 2**25  # logits that are in memory at a time
+_TOGETHER = 2**22  # logits at a time: some numbers in binary64 for each are in memory
 _HEAD_STEPS = 8  # of progress
 
 _EXACT = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # families that `Decoder` runs in full
