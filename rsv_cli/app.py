@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rsv_cli import calibrate, compare, doctor, evaluate, export, generate, inspect, quantize
+from rsv_cli import calibrate, compare, convert, doctor, evaluate, export, generate, inspect, quantize
 
 _HELP = """
 Quantized weights, computed once and loaded in a blink.
@@ -61,6 +61,7 @@ _COMMANDS: tuple[Callable[..., Any], ...] = (
     evaluate.evaluate,
     export.export,
     export.extract,
+    convert.convert,
     generate.generate,
     doctor.doctor,
 )

@@ -6,13 +6,15 @@ Modules, bottom up:
 - replaceable: what an output may replace;  outputs: how files come into place
 - layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
 - roles: what tensors are for, by their names;  decoder: a model run in numpy
-- codebook: centroids;  householder: the Q of a QR, in pieces;  rotation: transforms
+- stored: a file's bytes;  codebook: centroids;  householder: the Q of a QR, in pieces;  rotation: transforms
 - header: JSON to structs;  validate: rules between entries, the walk over the blobs
 - payload: checks of values;  reader: open and view;  verify: check it all;  writer: stream into place
 - sources: where models come from;  quantizer: what makes content of them
 - summary: where the bytes went
+- vqrs: VeloxQuant-MLX's files;  convert: them, and earlier drafts, as RSV
 """
 
+from rsv_format.convert import convert
 from rsv_format.errors import CODES, RsvError
 from rsv_format.limits import PAGE
 from rsv_format.packing import pack, unpack
@@ -53,6 +55,7 @@ __all__ = [
     "Transform",
     "Writer",
     "__version__",
+    "convert",
     "default_text",
     "evaluate",
     "evaluate_logits",

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import errno
 import mmap as _mmap
 import os
-import stat
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from types import TracebackType
-from typing import IO, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,11 +30,10 @@ from rsv_format.layout import LayerLayout, blobs_start, header_digest, layer_lay
 from rsv_format.limits import PROLOGUE_NBYTES, USUAL_ORDER
 from rsv_format.packing import unpack_padded, window_indices
 from rsv_format.rotation import Floats, Transform
+from rsv_format.stored import Disk, Memory, Source, stored_bytes
 from rsv_format.validate import Blob, check_references, walk
 
-Source = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes]
 _T = TypeVar("_T")
-_MAX_EXTENTS = 10_000  # of data between holes that are looked at
 _ROWS_NBYTES = 8 * 2**20  # float32 rows that matmul and dequantize hold at a time
 
 
@@ -66,7 +61,7 @@ def open(source: Source, *, mmap: bool = True, max_order: int | None = None) -> 
     RsvError
         io_error, or any code of the framing, json, schema, reference and extent phases. SPEC section 9.
     """
-    stored = _stored(source, mmap)
+    stored = stored_bytes(source, mmap)
     read = stored.disk or stored  # no map is touched before the lengths are known to be right
     start = bytes(read.view(0, min(PROLOGUE_NBYTES, stored.nbytes)))
     prologue = parse_prologue(start, stored.nbytes)
@@ -84,105 +79,6 @@ def open(source: Source, *, mmap: bool = True, max_order: int | None = None) -> 
             "file_extent", "file_nbytes", f"the header describes {file_nbytes} bytes, not {prologue.file_nbytes}"
         )
     return File(stored, header, blobs, prologue.header_nbytes, max_order)
-
-
-class _Memory:
-    """Bytes in memory: given, read, or mapped from a file that `disk` reads."""
-
-    def __init__(self, buffer: memoryview, disk: _Disk | None = None) -> None:
-        self.buffer = buffer.cast("B").toreadonly()
-        self.nbytes = buffer.nbytes
-        self.disk = disk
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """Some of the bytes, where they lie."""
-        return self.buffer[offset : offset + nbytes]
-
-    def read_into(self, offset: int, out: memoryview) -> None:
-        """A copy of some of the bytes."""
-        if self.disk is not None:
-            self.disk.read_into(offset, out)
-        else:
-            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(self.view(offset, out.nbytes), np.uint8))
-
-
-class _Disk:
-    """Bytes of a regular file, by a descriptor of its own that is closed with the last owner."""
-
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        self.descriptor = os.dup(descriptor)
-        weakref.finalize(self, os.close, self.descriptor)
-        self.nbytes = nbytes
-        self.disk = self
-        self._modified = os.fstat(self.descriptor).st_mtime_ns
-
-    def holes(self) -> int:
-        """Bytes that were never written, of which the system knows: they take no room and read as zeros."""
-        place = os.lseek(self.descriptor, 0, os.SEEK_CUR)
-        total = at = 0
-        try:
-            for _ in range(_MAX_EXTENTS if hasattr(os, "SEEK_DATA") else 0):
-                data = os.lseek(self.descriptor, at, os.SEEK_DATA)
-                total += data - at
-                at = os.lseek(self.descriptor, data, os.SEEK_HOLE)
-                if at >= self.nbytes:
-                    break
-        except OSError as e:
-            if e.errno == errno.ENXIO:  # no data until the end
-                total += self.nbytes - at
-        finally:
-            os.lseek(self.descriptor, place, os.SEEK_SET)  # shared with whoever opened it
-        return total
-
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """Some of the bytes, read into memory of their own."""
-        out = np.empty(nbytes, np.uint8).data
-        self.read_into(offset, out)
-        return out.toreadonly()
-
-    def read_into(self, offset: int, out: memoryview) -> None:
-        """A copy of some of the bytes."""
-        done = 0
-        while done < out.nbytes:
-            try:
-                count = os.preadv(self.descriptor, [out[done:]], offset + done)
-            except OSError as e:
-                raise RsvError("io_error", f"byte {offset + done}", e.strerror or str(e)) from e
-            if count == 0:
-                raise RsvError("io_error", f"byte {offset + done}", "the file has become shorter since it was opened")
-            done += count
-
-    def check_unchanged(self) -> None:
-        """Whether length and time of change are those at the opening."""
-        found = os.fstat(self.descriptor)
-        if (found.st_size, found.st_mtime_ns) != (self.nbytes, self._modified):
-            raise RsvError("io_error", "file", "it was changed while it was read")
-
-
-def _stored(source: Source, mmap: bool) -> _Memory | _Disk:
-    """The whole file, checked in nothing."""
-    if isinstance(source, bytes | bytearray | memoryview):
-        return _Memory(memoryview(source))
-    try:
-        if isinstance(source, str | os.PathLike):
-            with builtins.open(source, "rb") as file:
-                return _stored_in(file, mmap)
-        return _stored_in(source, mmap)
-    except OSError as e:
-        name = os.fspath(source) if isinstance(source, str | os.PathLike) else "file object"
-        detail = "is a folder, which rsv quantize takes" if isinstance(e, IsADirectoryError) else e.strerror or str(e)
-        raise RsvError("io_error", str(name), detail) from e
-
-
-def _stored_in(file: IO[bytes], mmap: bool) -> _Memory | _Disk:
-    disk = None
-    with contextlib.suppress(OSError, AttributeError, ValueError):  # no descriptor, no regular file, an empty one
-        found = os.fstat(file.fileno())
-        if stat.S_ISREG(found.st_mode) and file.readable() and hasattr(os, "preadv"):
-            disk = _Disk(file.fileno(), found.st_size)
-        if mmap:
-            return _Memory(memoryview(_mmap.mmap(file.fileno(), 0, access=_mmap.ACCESS_READ)), disk)
-    return disk or _Memory(memoryview(file.read()))
 
 
 class _Lazy(Mapping[str, _T], Generic[_T]):
@@ -213,13 +109,13 @@ class File:
 
     def __init__(
         self,
-        stored: _Memory | _Disk,
+        stored: Memory | Disk,
         header: Header,
         blobs: list[Blob],
         header_nbytes: int,
         max_order: int | None = None,
     ) -> None:
-        self._open: _Memory | _Disk | None = stored
+        self._open: Memory | Disk | None = stored
         self.header = header
         self.nbytes = stored.nbytes
         self.blobs = blobs
@@ -241,7 +137,7 @@ class File:
     @property
     def mapped(self) -> bool:
         """Whether the bytes are those of a mapped file."""
-        return isinstance(self._stored, _Memory) and isinstance(self._stored.buffer.obj, _mmap.mmap)
+        return isinstance(self._stored, Memory) and isinstance(self._stored.buffer.obj, _mmap.mmap)
 
     def unmapped(self) -> File:
         """The same file, read by its descriptor and not through its map: if it becomes shorter, that is an error."""
@@ -253,7 +149,7 @@ class File:
         return 0 if disk is None else disk.holes()
 
     @property
-    def _stored(self) -> _Memory | _Disk:
+    def _stored(self) -> Memory | Disk:
         if self._open is None:
             raise RsvError("closed", "file", "it was closed before this was read")
         return self._open
@@ -377,7 +273,7 @@ class File:
         """Let go of the file; arrays taken from it keep their bytes."""
         stored, self._open = self._open, None
         self._transforms.clear()
-        if isinstance(stored, _Memory):
+        if isinstance(stored, Memory):
             with contextlib.suppress(BufferError):
                 stored.buffer.release()
 

@@ -140,6 +140,8 @@ def _is_model(path: str, head: bytes, nbytes: int) -> bool:
         return False
     if head.startswith(b"GGUF"):
         return b"imatrix" not in head
+    if head.startswith(b"VQRS"):
+        return True
     is_safetensors = head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= nbytes
     return is_safetensors or os.path.splitext(path)[1].lower() in _MODEL_SUFFIXES
 

@@ -18,7 +18,8 @@ from rsv_format.payload import (
     factor_faults,
     floats_faults,
 )
-from rsv_format.reader import File, Layer, Source, open
+from rsv_format.reader import File, Layer, open
+from rsv_format.stored import Source
 from rsv_format.validate import Blob
 
 _CHUNK = 8 * 2**20  # bytes hashed between two calls of `progress`

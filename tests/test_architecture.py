@@ -16,7 +16,7 @@ OURS = {"rsv_format", "rsv_mlx", "rsv_cli", "conformance", "tests"}
 PUBLIC = {
     "CODES", "EMBEDDING_BITS", "PAGE", "Attachment", "AttachmentData", "Evaluation", "File", "Layer", "LayerData",
     "QuantizeOptions", "QuantizeReport", "Role", "RsvError", "Source", "SourceTensor", "Summary", "Tensor",
-    "TensorData", "Transform", "Writer", "default_text", "evaluate", "evaluate_logits", "group_transform",
+    "TensorData", "Transform", "Writer", "convert", "default_text", "evaluate", "evaluate_logits", "group_transform",
     "layer_role", "open", "open_source", "pack", "quantize", "quantize_layers", "quantize_matrix", "random_tokens",
     "save", "share_groups", "summarize", "table_bits", "text_windows", "unpack", "verify", "write",
     "__version__",
@@ -94,11 +94,13 @@ def test_what_declares_the_format_is_imported_in_one_place(package: str, module:
 LAYERS = [
     {"errors": set(), "limits": set(), "version": set()},
     {"layout": set(), "replaceable": set(), "outputs": {"replaceable"}, "householder": set(), "decoder": set()},
-    {"packing": set(), "codebook": set(), "rotation": set(), "dtypes": set()},
+    {"packing": set(), "codebook": set(), "rotation": set(), "dtypes": set(), "stored": set()},
     {"header": set(), "payload": set(), "roles": set()},
     {"validate": set()},
     {"reader": set(), "writer": set()},
     {"verify": set(), "summary": set()},
+    {"vqrs": set()},
+    {"convert": set()},
     {"sources": set()},
     {"quantizer": set()},
 ]

@@ -30,7 +30,19 @@ from rsv_format.summary import family
 
 CONFIG = {"model_type": "llama", "hidden_size": 96}
 RSV = [sys.executable, "-W", "error", "-m", "rsv_cli"]
-COMMANDS = ("quantize", "calibrate", "info", "verify", "compare", "evaluate", "export", "extract", "generate", "doctor")
+COMMANDS = (
+    "quantize",
+    "calibrate",
+    "info",
+    "verify",
+    "compare",
+    "evaluate",
+    "export",
+    "extract",
+    "convert",
+    "generate",
+    "doctor",
+)
 
 
 def rsv(*arguments: object) -> Result:

@@ -1,0 +1,118 @@
+"""The bytes of a file: in memory, mapped, or read by a descriptor."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import mmap as _mmap
+import os
+import stat
+import weakref
+from typing import IO
+
+import numpy as np
+
+from rsv_format.errors import RsvError
+
+Source = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes]
+_MAX_EXTENTS = 10_000  # of data between holes that are looked at
+
+
+class Memory:
+    """Bytes in memory: given, read, or mapped from a file that `disk` reads."""
+
+    def __init__(self, buffer: memoryview, disk: Disk | None = None) -> None:
+        self.buffer = buffer.cast("B").toreadonly()
+        self.nbytes = buffer.nbytes
+        self.disk = disk
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Some of the bytes, where they lie."""
+        return self.buffer[offset : offset + nbytes]
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """A copy of some of the bytes."""
+        if self.disk is not None:
+            self.disk.read_into(offset, out)
+        else:
+            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(self.view(offset, out.nbytes), np.uint8))
+
+
+class Disk:
+    """Bytes of a regular file, by a descriptor of its own that is closed with the last owner."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
+        self.nbytes = nbytes
+        self.disk = self
+        self._modified = os.fstat(self.descriptor).st_mtime_ns
+
+    def holes(self) -> int:
+        """Bytes that were never written, of which the system knows: they take no room and read as zeros."""
+        place = os.lseek(self.descriptor, 0, os.SEEK_CUR)
+        total = at = 0
+        try:
+            for _ in range(_MAX_EXTENTS if hasattr(os, "SEEK_DATA") else 0):
+                data = os.lseek(self.descriptor, at, os.SEEK_DATA)
+                total += data - at
+                at = os.lseek(self.descriptor, data, os.SEEK_HOLE)
+                if at >= self.nbytes:
+                    break
+        except OSError as e:
+            if e.errno == errno.ENXIO:  # no data until the end
+                total += self.nbytes - at
+        finally:
+            os.lseek(self.descriptor, place, os.SEEK_SET)  # shared with whoever opened it
+        return total
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Some of the bytes, read into memory of their own."""
+        out = np.empty(nbytes, np.uint8).data
+        self.read_into(offset, out)
+        return out.toreadonly()
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """A copy of some of the bytes."""
+        done = 0
+        while done < out.nbytes:
+            try:
+                count = os.preadv(self.descriptor, [out[done:]], offset + done)
+            except OSError as e:
+                raise RsvError("io_error", f"byte {offset + done}", e.strerror or str(e)) from e
+            if count == 0:
+                raise RsvError("io_error", f"byte {offset + done}", "the file has become shorter since it was opened")
+            done += count
+
+    def check_unchanged(self) -> None:
+        """Whether length and time of change are those at the opening."""
+        found = os.fstat(self.descriptor)
+        if (found.st_size, found.st_mtime_ns) != (self.nbytes, self._modified):
+            raise RsvError("io_error", "file", "it was changed while it was read")
+
+
+def stored_bytes(source: Source, mmap: bool) -> Memory | Disk:
+    """The whole file, checked in nothing."""
+    if isinstance(source, bytes | bytearray | memoryview):
+        return Memory(memoryview(source))
+    try:
+        if isinstance(source, str | os.PathLike):
+            with builtins.open(source, "rb") as file:
+                return _stored_in(file, mmap)
+        return _stored_in(source, mmap)
+    except OSError as e:
+        name = os.fspath(source) if isinstance(source, str | os.PathLike) else "file object"
+        detail = "is a folder, which rsv quantize takes" if isinstance(e, IsADirectoryError) else e.strerror or str(e)
+        raise RsvError("io_error", str(name), detail) from e
+
+
+def _stored_in(file: IO[bytes], mmap: bool) -> Memory | Disk:
+    disk = None
+    with contextlib.suppress(OSError, AttributeError, ValueError):  # no descriptor, no regular file, an empty one
+        found = os.fstat(file.fileno())
+        if stat.S_ISREG(found.st_mode) and file.readable() and hasattr(os, "preadv"):
+            disk = Disk(file.fileno(), found.st_size)
+        if mmap:
+            return Memory(memoryview(_mmap.mmap(file.fileno(), 0, access=_mmap.ACCESS_READ)), disk)
+    return disk or Memory(memoryview(file.read()))
