@@ -5,8 +5,9 @@ Modules, bottom up:
 - terminal: consoles, JSON, progress;  session: errors, signals and closed pipes to exit codes
 - options: arguments that commands share;  texts: files of text
 - describe: sizes, names and transforms in words;  files: how one is read, what a killed run has left
-- quantize, calibrate, convert, inspect, compare, evaluate, export, generate, doctor (with adoption): one command or
-  pair each
+- complete: names for a shell
+- quantize, calibrate, convert, inspect, ls, cat, diff, compare, evaluate, export, generate, doctor (with adoption):
+  one command or pair each
 - app: the commands under one name
 """
 

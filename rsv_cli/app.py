@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import cleandoc
-from typing import Annotated, Any
+from functools import wraps
+from inspect import Parameter, Signature, cleandoc, signature
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from rsv_cli import calibrate, compare, convert, doctor, evaluate, export, generate, inspect, quantize
+from rsv_cli import (
+    calibrate,
+    cat,
+    compare,
+    convert,
+    diff,
+    doctor,
+    evaluate,
+    export,
+    generate,
+    inspect,
+    ls,
+    quantize,
+    terminal,
+)
 
 _HELP = """
 Quantized weights, computed once and loaded in a blink.
@@ -24,6 +39,29 @@ run it, and turn it back.
 def _unwrapped(text: str | None) -> str:
     """A docstring whose paragraphs are one line each, to be wrapped to the terminal."""
     return "\n\n".join(" ".join(part.split()) for part in cleandoc(text or "").split("\n\n"))
+
+
+_VERBOSE = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", help="A line on standard error for each step, with the seconds since its phase "
+                 "began, in the place of bars."),
+]  # fmt: skip
+
+
+def _verbose(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command with what all have: --verbose."""
+
+    @wraps(command)
+    def run(*, verbose: bool, **arguments: Any) -> None:
+        terminal.is_verbose = verbose
+        command(**arguments)
+
+    hints = get_type_hints(command, include_extras=True)
+    known = [p.replace(annotation=hints[p.name]) for p in signature(command).parameters.values()]
+    option = Parameter("verbose", Parameter.KEYWORD_ONLY, annotation=_VERBOSE, default=False)
+    run.__signature__ = Signature([*known, option])  # type: ignore[attr-defined]
+    run.__annotations__ = {**hints, "verbose": _VERBOSE}
+    return run
 
 
 app = typer.Typer(
@@ -57,6 +95,9 @@ _COMMANDS: tuple[Callable[..., Any], ...] = (
     calibrate.calibrate,
     inspect.info,
     inspect.verify,
+    ls.ls,
+    cat.cat,
+    diff.diff,
     compare.compare,
     evaluate.evaluate,
     export.export,
@@ -66,4 +107,4 @@ _COMMANDS: tuple[Callable[..., Any], ...] = (
     doctor.doctor,
 )
 for _command in _COMMANDS:
-    app.command(help=_unwrapped(_command.__doc__))(_command)
+    app.command(help=_unwrapped(_command.__doc__))(_verbose(_command))

@@ -40,8 +40,8 @@ def convert(
     Example: [bold cyan]rsv convert reservoir.bin model.rsv[/bold cyan]
     """
     with session(as_json):
-        from rsv_format.convert import convert as take_over
         from rsv_format.summary import summarize
+        from rsv_format.upgrade import convert as take_over
 
         tell_leftovers(output, quiet)
         with terminal.progress("converting", quiet=quiet) as told:

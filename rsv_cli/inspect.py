@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import sys
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
 from math import isfinite
@@ -17,13 +22,13 @@ from rich.text import Text
 from rsv_cli import describe, terminal
 from rsv_cli.files import opened_file
 from rsv_cli.options import USUAL_HOLES, USUAL_ORDER, USUAL_ROWS, Json, MaxOrder, MaxRows, Quiet, RsvFile
-from rsv_cli.session import FAILED, error_object, report, session
+from rsv_cli.session import FAILED, error_object, report, scratch, session
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from rsv_format import File
+    from rsv_format import File, RsvError
     from rsv_format.header import LayerEntry
     from rsv_format.summary import Summary
 
@@ -73,8 +78,11 @@ def info(
 
 
 def verify(
-    file: RsvFile,
-    first: Annotated[bool, typer.Option("--first", help="Stop at the first fault.")] = False,
+    files: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE...", help="RSV files; - is standard input.", show_default=False),
+    ],
+    first: Annotated[bool, typer.Option("--first", help="Stop at the first fault of each file.")] = False,
     max_order: MaxOrder = USUAL_ORDER,
     max_holes: Annotated[
         int, typer.Option("--max-holes", min=0, metavar="BYTES", help="Never written, as in a download that was begun.")
@@ -86,42 +94,68 @@ def verify(
 
     Structure first: framing, header, references, extent; a fault there ends the check. Then every blob: its
     SHA-256, zero padding, finite numbers, sorted codebooks, orthogonal rotations; all faults are listed. The
-    exit code is 0 for a sound file and 1 for any other.
+    exit code is 0 for sound files and 1 if any is not; the others are checked all the same. With --json several files
+    give one object with a list of theirs.
 
     Example: [bold cyan]rsv verify model.rsv && echo sound[/bold cyan]
     """
     with session(as_json):
         import rsv_format
 
-        started = time.perf_counter()
-        with (
-            opened_file(file, max_order=max_order) as opened,
-            terminal.progress("verifying", quiet=quiet, of_bytes=True) as told,
-        ):
-            faults = rsv_format.verify(
-                opened, collect=not first, progress=told, max_holes=max_holes
-            )  # raises the first
-            nbytes, blobs = opened.nbytes, len(opened.blobs)
-        seconds = time.perf_counter() - started
-        if as_json:
+        trees = []
+        for file in files:
+            started = time.perf_counter()
+            try:
+                with _input(file, max_order) as opened:
+                    with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
+                        faults = rsv_format.verify(opened, collect=not first, progress=told, max_holes=max_holes)
+                    tree = {"nbytes": opened.nbytes, "blobs": len(opened.blobs)}
+            except rsv_format.RsvError as e:
+                if len(files) == 1:
+                    raise
+                faults, tree = [e], {}
+            if not as_json:
+                _tell(file, faults, tree, time.perf_counter() - started, quiet)
             head = error_object(faults[0]) if faults else {}
-            tree = {"path": str(file), "valid": not faults, "nbytes": nbytes, "blobs": blobs}
-            terminal.write_json({**head, **tree, "faults": [error_object(fault) for fault in faults]})
-        else:
-            for fault in faults[:_FAULTS]:
-                report(fault)
-            if len(faults) > _FAULTS:
-                more = f"and {len(faults) - _FAULTS} more, which --json lists"
-                terminal.stderr().print(Text(more, "dim"), soft_wrap=True)
-            if faults:
-                noun = "fault" if len(faults) == 1 else "faults"
-                terminal.stderr().print(Text(f"{terminal.plain(str(file))}: {len(faults)} {noun}", "bold red"))
-            elif not quiet:
-                line = Text.assemble(("sound", "bold green"), f"  {terminal.plain(str(file))}")
-                line.append(f"  {blobs} blobs, {describe.size(nbytes)}, {seconds:.1f} s", "dim")
-                terminal.stdout().print(line, soft_wrap=True)
-        if faults:
+            found = {**head, "path": file, "valid": not faults, **tree}
+            trees.append({**found, "faults": [error_object(fault) for fault in faults]})
+        valid = all(tree["valid"] for tree in trees)
+        if as_json:
+            terminal.write_json(trees[0] if len(files) == 1 else {"valid": valid, "files": trees})
+        if not valid:
             raise typer.Exit(FAILED)
+
+
+@contextlib.contextmanager
+def _input(name: str, max_order: int) -> Iterator[File]:
+    """A file by its path, or what standard input gives: a pipe's bytes lie in a temporary file meanwhile."""
+    import rsv_format
+
+    if name != "-":
+        with opened_file(Path(name), max_order=max_order) as opened:
+            yield opened
+        return
+    with scratch(), tempfile.TemporaryFile() as kept:
+        shutil.copyfileobj(sys.stdin.buffer, kept)
+        kept.flush()
+        with rsv_format.open(kept, max_order=max_order) as file:
+            yield file.unmapped()
+
+
+def _tell(file: str, faults: list[RsvError], tree: Mapping[str, int], seconds: float, quiet: bool) -> None:
+    name = terminal.plain(file)
+    for fault in faults[:_FAULTS]:
+        report(fault)
+    if len(faults) > _FAULTS:
+        more = f"and {len(faults) - _FAULTS} more, which --json lists"
+        terminal.stderr().print(Text(more, "dim"), soft_wrap=True)
+    if faults:
+        noun = "fault" if len(faults) == 1 else "faults"
+        terminal.stderr().print(Text(f"{name}: {len(faults)} {noun}", "bold red"), soft_wrap=True)
+    elif not quiet:
+        line = Text.assemble(("sound", "bold green"), f"  {name}")
+        line.append(f"  {tree['blobs']} blobs, {describe.size(tree['nbytes'])}, {seconds:.1f} s", "dim")
+        terminal.stdout().print(line, soft_wrap=True)
 
 
 def _info_tree(path: Path, file: File, summary: Summary) -> dict[str, Any]:

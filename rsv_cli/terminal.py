@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.console import Console
 Progress = Callable[[int, int, str], None]
 PHASES = ("importance", "bits")  # of quantizing, before it begins
 _USUAL_WIDTH = 80  # of a terminal that does not tell
+is_verbose = False  # --verbose: a line for each step in the place of bars
 _PIPED_WIDTH = 132  # columns of a table that no terminal limits
 
 
@@ -74,10 +76,27 @@ def write_text(text: str) -> None:
     stream.flush()
 
 
+def _steps(label: str) -> Progress:
+    """A line on standard error for each step, when it begins."""
+    began, last = time.perf_counter(), [""]
+
+    def told(done: int, total: int, name: str) -> None:
+        if name and name != last[0]:
+            last[0] = name
+            share = f"{done / total:4.0%}" if total else ""
+            print(
+                f"{time.perf_counter() - began:8.2f} s {share:>5}  {label}  {plain(name)}", file=sys.stderr, flush=True
+            )
+
+    return told
+
+
 @contextlib.contextmanager
 def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
     """A sign of life on standard error while the body runs, where there is a terminal to see it."""
-    if quiet or not sys.stderr.isatty():
+    if is_verbose and not quiet:
+        print(f"              {what}", file=sys.stderr, flush=True)
+    if quiet or is_verbose or not sys.stderr.isatty():
         yield
         return
     with stderr().status(what):
@@ -92,6 +111,9 @@ def progress(label: str, *, quiet: bool = False, of_bytes: bool = False) -> Iter
     ------
     callable(done, total, name)
     """
+    if is_verbose and not quiet:
+        yield _steps(label)
+        return
     if quiet or not sys.stderr.isatty():
         yield lambda done, total, name: None
         return

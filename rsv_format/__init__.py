@@ -6,15 +6,16 @@ Modules, bottom up:
 - replaceable: what an output may replace;  outputs: how files come into place
 - layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
 - roles: what tensors are for, by their names;  decoder: a model run in numpy
-- stored: a file's bytes;  codebook: centroids;  householder: the Q of a QR, in pieces;  rotation: transforms
+- stored: a file's bytes;  tables: for notebooks
+- codebook: centroids;  householder: the Q of a QR, in pieces;  rotation: transforms
 - header: JSON to structs;  validate: rules between entries, the walk over the blobs
 - payload: checks of values;  reader: open and view;  verify: check it all;  writer: stream into place
 - sources: where models come from;  quantizer: what makes content of them
 - summary: where the bytes went
-- vqrs: VeloxQuant-MLX's files;  convert: them, and earlier drafts, as RSV
+- difference: of two files;  vqrs: VeloxQuant-MLX's;  upgrade: those and earlier drafts as RSV
 """
 
-from rsv_format.convert import convert
+from rsv_format.difference import Change, Changes, Difference, diff
 from rsv_format.errors import CODES, RsvError
 from rsv_format.limits import PAGE
 from rsv_format.packing import pack, unpack
@@ -29,6 +30,7 @@ from rsv_format.roles import Role, layer_role
 from rsv_format.rotation import Transform
 from rsv_format.sources import Source, SourceTensor, open_source
 from rsv_format.summary import Summary, summarize
+from rsv_format.upgrade import convert
 from rsv_format.verify import verify
 from rsv_format.version import VERSION as __version__
 from rsv_format.writer import AttachmentData, LayerData, TensorData, Writer, write
@@ -39,6 +41,9 @@ __all__ = [
     "PAGE",
     "Attachment",
     "AttachmentData",
+    "Change",
+    "Changes",
+    "Difference",
     "Evaluation",
     "File",
     "Layer",
@@ -57,6 +62,7 @@ __all__ = [
     "__version__",
     "convert",
     "default_text",
+    "diff",
     "evaluate",
     "evaluate_logits",
     "group_transform",

@@ -31,6 +31,7 @@ from rsv_format.limits import PROLOGUE_NBYTES, USUAL_ORDER
 from rsv_format.packing import unpack_padded, window_indices
 from rsv_format.rotation import Floats, Transform
 from rsv_format.stored import Disk, Memory, Source, stored_bytes
+from rsv_format.tables import html_table
 from rsv_format.validate import Blob, check_references, walk
 
 _T = TypeVar("_T")
@@ -286,6 +287,15 @@ class File:
     def __repr__(self) -> str:
         return f"<rsv_format.File: {len(self.layers)} layers, {len(self.tensors)} tensors, {self.nbytes} bytes>"
 
+    def _repr_html_(self) -> str:
+        """As a notebook shows it: its layers, or its tensors if it has none."""
+        title = f"RSV file of {self.nbytes:,} bytes: {len(self.layers)} layers, {len(self.tensors)} tensors"
+        layers = ((x.name, x._shape, x._bits, x.bias_dtype or "", f"{x.nbytes:,}") for x in self.layers.values())
+        tensors = ((x.name, x.shape, x.dtype, f"{x.nbytes:,}") for x in self.tensors.values())
+        if self.layers:
+            return html_table(title, ("layer", "shape", "bits", "bias", "bytes"), layers, len(self.layers))
+        return html_table(title, ("tensor", "shape", "dtype", "bytes"), tensors, len(self.tensors))
+
     @cached_property
     def _by_entry(self) -> dict[tuple[str, int], Blob]:
         return {(blob.kind, blob.index): blob for blob in self.blobs}
@@ -310,7 +320,7 @@ class File:
         return Transform(entry.dim, entry.hadamard, signs, values, kind, seed, stored)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Layer:
     """One quantized linear layer (or `stack` of them), read where it lies.
 
@@ -320,6 +330,19 @@ class Layer:
     file: File
     entry: LayerEntry
     blob: Blob
+
+    def __repr__(self) -> str:
+        bias = f", {self.bias_dtype} bias" if self.bias_dtype else ""
+        return f"<rsv_format.Layer {self.name}: {self._shape}, {self._bits} bits{bias}, {self.nbytes} bytes>"
+
+    @property
+    def _shape(self) -> str:
+        sides = (self.out_features, self.in_features)
+        return " x ".join(map(str, sides if self.stack == 1 else (self.stack, *sides)))
+
+    @property
+    def _bits(self) -> str:
+        return str(self.bits) if self.window == self.bits else f"{self.bits} of a window of {self.window}"
 
     @property
     def name(self) -> str:
@@ -370,6 +393,12 @@ class Layer:
     def layout(self) -> LayerLayout:
         """Where the parts of the blob lie."""
         return layer_layout(self.in_features, self.entry.rows, self.bits, self.bias_dtype)
+
+    @property
+    def blobs(self) -> list[Blob]:
+        """All that its weights are made of: its own blob, and those of its codebook and transform."""
+        tables = {("codebook", self.codebook_id), ("diagonal", self.transform_id), ("factor", self.transform_id)}
+        return [blob for blob in self.file.blobs if (blob.kind, blob.index) in tables] + [self.blob]
 
     @property
     def parts(self) -> list[tuple[str, int, int]]:
@@ -494,13 +523,16 @@ class Layer:
         return unpack_padded(self.packed_rows(rows), self.bits)[:, : self.in_features]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Tensor:
     """An array kept as it was."""
 
     file: File
     entry: TensorEntry
     blob: Blob
+
+    def __repr__(self) -> str:
+        return f"<rsv_format.Tensor {self.name}: {self.dtype} {self.shape}, {self.nbytes} bytes>"
 
     @property
     def name(self) -> str:
@@ -537,13 +569,16 @@ class Tensor:
         return to_float32(self.array, self.dtype)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Attachment:
     """A file carried along: config.json, tokenizer.json."""
 
     file: File
     entry: AttachmentEntry
     blob: Blob
+
+    def __repr__(self) -> str:
+        return f"<rsv_format.Attachment {self.name}: {self.media_type}, {self.nbytes} bytes>"
 
     @property
     def name(self) -> str:

@@ -49,8 +49,8 @@ class Transform:
 
     dim: int
     hadamard: int = 1
-    signs: NDArray[np.uint8] | None = None
-    values: NDArray[np.float32] | None = None
+    signs: NDArray[np.uint8] | None = field(default=None, repr=False)
+    values: NDArray[np.float32] | None = field(default=None, repr=False)
     factor: str | None = None
     seed: int | None = None
     stored: NDArray[np.float32] | None = field(default=None, repr=False)

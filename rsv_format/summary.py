@@ -10,6 +10,7 @@ from math import prod
 from rsv_format.limits import PROLOGUE_NBYTES
 from rsv_format.reader import File, Tensor, open
 from rsv_format.roles import tensor_role
+from rsv_format.tables import html_table
 
 KINDS: tuple[str, ...] = (
     "codes", "scales", "biases", "codebooks", "diagonals", "factors", "header", "padding", "tensors", "attachments",
@@ -34,7 +35,7 @@ class Kept:
     weights: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary:
     """Sizes in bytes, by kind; they add up to the file."""
 
@@ -59,6 +60,15 @@ class Summary:
         """Everything but tensors and attachments, padding too, over the quantized weights."""
         quantized = self.nbytes - self.by_kind["tensors"] - self.by_kind["attachments"]
         return 8 * quantized / self.weights if self.weights else 0.0
+
+    def __repr__(self) -> str:
+        facts = f"{self.layers} layers, {self.weights} weights, {self.bits_per_weight:.3f} bits per weight"
+        return f"<rsv_format.Summary: {self.nbytes} bytes, {facts}>"
+
+    def _repr_html_(self) -> str:
+        title = f"{self.nbytes:,} bytes, {self.weights:,} weights, {self.bits_per_weight:.3f} bits per weight"
+        rows = [(kind, f"{n:,}", f"{n / self.nbytes:.1%}") for kind, n in self.by_kind.items() if n]
+        return html_table(title, ("kind", "bytes", "share"), rows, len(rows))
 
 
 def summarize(source: File | str | os.PathLike[str]) -> Summary:

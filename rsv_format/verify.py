@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -76,6 +76,25 @@ def verify(
             raise fault
         faults.append(fault)
     return faults
+
+
+def verify_blobs(file: File, blobs: Iterable[Blob]) -> None:
+    """Check some blobs alone: their digests, their padding and their values.
+
+    Raises
+    ------
+    RsvError
+        The first fault: any code of the payload phase; over_limit, as `verify`; io_error.
+    """
+    chosen = list(blobs)
+    if any(blob.kind == "factor" for blob in chosen):
+        file.check_order(file.factors_work, "transforms")
+    for blob in chosen:
+        where = f"{blob.kind} {blob.name}"
+        if _sha256(file, blob, lambda done, total, name: None) != blob.sha256:
+            raise RsvError("blob_digest_mismatch", where, "the bytes are not those that were written")
+        for fault in _content(file, blob, where, lambda done, total, name: None):
+            raise fault
 
 
 def _faults(file: File, progress: Progress) -> Faults:

@@ -47,7 +47,7 @@ RSV_FILE = Kind("an RSV file", lambda head: head.startswith(MAGIC))
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayerData:
     """A quantized layer in memory.
 
@@ -81,26 +81,36 @@ class LayerData:
     bias_dtype: str | None = None
     stack: int = 1
 
+    def __repr__(self) -> str:
+        shape = f"{self.scales.size} x {self.in_features}" + f" in {self.stack}" * (self.stack > 1)
+        return f"<rsv_format.LayerData {self.name}: {shape}, {self.bits} bits>"
+
     @property
     def window(self) -> int:
         """Bits of an index, which selects a centroid."""
         return int(self.codebook.size).bit_length() - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TensorData:
     """An array to keep as it is: bf16 as uint16 bits, bool as uint8."""
 
     dtype: str
     array: NDArray[Any]
 
+    def __repr__(self) -> str:
+        return f"<rsv_format.TensorData: {self.dtype} {self.array.shape}>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class AttachmentData:
     """A file to carry along."""
 
     media_type: str
     data: bytes
+
+    def __repr__(self) -> str:
+        return f"<rsv_format.AttachmentData: {self.media_type}, {len(self.data)} bytes>"
 
 
 def write(

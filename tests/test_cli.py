@@ -31,18 +31,9 @@ from rsv_format.summary import family
 CONFIG = {"model_type": "llama", "hidden_size": 96}
 RSV = [sys.executable, "-W", "error", "-m", "rsv_cli"]
 COMMANDS = (
-    "quantize",
-    "calibrate",
-    "info",
-    "verify",
-    "compare",
-    "evaluate",
-    "export",
-    "extract",
-    "convert",
-    "generate",
-    "doctor",
-)
+    "quantize", "calibrate", "info", "verify", "ls", "cat", "diff", "compare", "evaluate", "export", "extract",
+    "convert", "generate", "doctor",
+)  # fmt: skip
 
 
 def rsv(*arguments: object) -> Result:
