@@ -205,8 +205,14 @@ def test_fp8_is_made_dense(
     assert np.array_equal(tensor.float32(), dense.astype(np.float32))
     kept = dense.astype(np.float16) if source.config is not None else to_bfloat16(dense.astype(np.float32))
     assert np.array_equal(tensor.read(), kept)
-    if tensor.rows is not None:  # of a stack
-        assert len(shape) == 3 and np.array_equal(tensor.rows(1, 3).float32(), tensor.float32()[1:3])
+    assert tensor.rows is not None
+    whole = tensor.float32().reshape(-1, shape[-1])
+    for start, stop in ((0, 1), (1, 3), (5, whole.shape[0]), (0, whole.shape[0])):
+        part = tensor.row_part(start, stop)
+        assert part.shape == (stop - start, shape[-1])
+        assert np.array_equal(part.float32(), whole[start:stop])
+        assert np.array_equal(part.read(), tensor.read().reshape(whole.shape)[start:stop])
+        assert np.array_equal(part.row_part(0, 1).float32(), whole[start : start + 1])
 
 
 def test_fp8_as_mlx_lm_reads_it(tmp_path: Path) -> None:
@@ -288,7 +294,8 @@ def test_mxfp4_is_made_dense(tmp_path: Path) -> None:
     theirs = np.array(mx.dequantize(words, mx.array(scales), group_size=32, bits=4, mode="mxfp4").astype(mx.float32))
     assert np.array_equal(tensor.float32(), theirs.swapaxes(1, 2))
     assert np.array_equal(to_float32(tensor.read(), "bf16"), tensor.float32())
-    assert tensor.rows is not None and np.array_equal(tensor.rows(1, 2).float32(), tensor.float32()[1:2])
+    assert tensor.rows is not None
+    assert np.array_equal(tensor.row_part(60, 130).float32(), tensor.float32().reshape(-1, 6)[60:130])
 
 
 @pytest.mark.parametrize("shape", [(3, 6, 3), (3, 6), (3, 6, 2, 1)])

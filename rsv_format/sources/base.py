@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import stat
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from rsv_format.roles import Role, tensor_role
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
+Part = Callable[[int, int], "SourceTensor"]
 
 _CONFIGS = ("config.json", "generation_config.json")
 _POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of what Git LFS leaves in a file's place
@@ -39,8 +41,9 @@ class SourceTensor:
     `dtype` is the RSV name of the dtype it is kept in, `read` returns that form (bfloat16 as uint16 bit
     patterns) and `float32` the same values as dense float32, both of shape `shape`.  Either raises RsvError
     `source_invalid` when the file does not hold what its header said.  `experts` are the tensors of which a stack
-    is made, by their own names, where the checkpoint keeps them apart.  `rows` gives entries start to stop of the
-    first axis as a tensor that is read alone, where that can be.
+    is made, by their own names, where the checkpoint keeps them apart.  `rows` and `columns` give a part of the matrix
+    that all axes but the last make one of, from start to stop, as a tensor (rows, columns) that is read alone, where
+    that can be: `row_part` and `column_part` always do.
     """
 
     name: str
@@ -49,7 +52,47 @@ class SourceTensor:
     read: Callable[[], Array]
     float32: Callable[[], Floats]
     experts: tuple[SourceTensor, ...] = ()
-    rows: Callable[[int, int], SourceTensor] | None = None
+    rows: Part | None = None
+    columns: Part | None = None
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        return math.prod(self.shape[:-1]), self.shape[-1]
+
+    def row_part(self, start: int, stop: int) -> SourceTensor:
+        """Rows start to stop of the matrix, (stop - start, columns)."""
+        if self.rows is not None:
+            return self.rows(start, stop)
+        return self._viewed((stop - start, self.shape[-1]), lambda matrix: matrix[start:stop])
+
+    def column_part(self, start: int, stop: int) -> SourceTensor:
+        """Columns start to stop of the matrix, (rows, stop - start)."""
+        if self.columns is not None:
+            return self.columns(start, stop)
+        return self._viewed((self.matrix_shape[0], stop - start), lambda matrix: matrix[:, start:stop])
+
+    def held(self) -> SourceTensor:
+        """One of which parts are read without reading it whole each time: itself, or its values in memory."""
+        if self.rows is not None or len(self.shape) < 2:
+            return self
+        kept: list[Floats] = []
+
+        def float32() -> Floats:
+            kept[:] = kept or [self.float32()]
+            return kept[0]
+
+        return replace(self, float32=float32)
+
+    def _viewed(self, shape: tuple[int, int], view: Callable[[Array], Array]) -> SourceTensor:
+        whole, read, float32 = self.matrix_shape, self.read, self.float32
+        return SourceTensor(
+            self.name,
+            self.dtype,
+            shape,
+            lambda: np.ascontiguousarray(view(read().reshape(whole))),
+            lambda: np.ascontiguousarray(view(float32().reshape(whole))),
+        )
 
 
 class SourceFile:
@@ -69,11 +112,22 @@ class SourceFile:
             self._descriptor, self._opened, self.size = descriptor, _identity(found), found.st_size
             _refuse_pointer(os.pread(descriptor, len(_POINTER), 0), path)
 
-    def read(self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int, where: str) -> Array:
-        """An array of the bytes from an offset on; `source_invalid` where the file ends before it does."""
+    def read(
+        self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int, where: str, stride: int | None = None
+    ) -> Array:
+        """An array of the bytes from an offset on; `source_invalid` where the file ends before it does.
+
+        With a stride, its rows begin so many bytes one after the other.
+        """
         if not self.close.alive:
             raise RsvError("closed", where, "the source is closed")
         array: Array = np.empty(shape, dtype)
+        rows = [array] if stride is None else array
+        for i, row in enumerate(rows):
+            self._fill(row, offset + i * (stride or 0), where)
+        return array
+
+    def _fill(self, array: Array, offset: int, where: str) -> None:
         missing = array.reshape(-1).view(np.uint8).data
         while missing:
             with reading(where):
@@ -81,7 +135,6 @@ class SourceFile:
             if count == 0:
                 raise RsvError("source_invalid", where, f"the file ends {len(missing)} bytes too early")
             missing, offset = missing[count:], offset + count
-        return array
 
     def check_unchanged(self) -> None:
         """Raise RsvError `io_error` unless the path means this file, of the size and time that it was opened with."""
@@ -150,6 +203,82 @@ class Source:
 def dense_tensor(name: str, dtype: str, shape: tuple[int, ...], read: Callable[[], Array]) -> SourceTensor:
     """A tensor whose float32 form follows from its kept form."""
     return SourceTensor(name, dtype, shape, read, lambda: to_float32(read(), dtype))
+
+
+def transposed(tensor: SourceTensor) -> SourceTensor:
+    """A matrix, (out, in) of one that lies (in, out)."""
+
+    has_parts = tensor.rows is not None or tensor.columns is not None
+
+    def turned(array: Array) -> Array:
+        return np.ascontiguousarray(array.T)
+
+    return SourceTensor(
+        tensor.name,
+        tensor.dtype,
+        tensor.shape[::-1],
+        lambda: turned(tensor.read()),
+        lambda: turned(tensor.float32()),
+        rows=(lambda start, stop: transposed(tensor.column_part(start, stop))) if has_parts else None,
+        columns=(lambda start, stop: transposed(tensor.row_part(start, stop))) if has_parts else None,
+    )
+
+
+def selected(tensor: SourceTensor, chosen: slice) -> SourceTensor:
+    """Some rows of a matrix: those from a start to a stop, or every so many."""
+    start, stop, step = chosen.indices(tensor.shape[0])
+    first, count = start, len(range(start, stop, step))
+    whole = tensor.row_part(first, stop)
+
+    def rows(start: int, stop: int) -> SourceTensor:
+        part = tensor.row_part(first + start * step, first + (stop - 1) * step + 1)
+        return part if step == 1 else _every(part, step, stop - start)
+
+    made = whole if step == 1 else _every(whole, step, count)
+    return replace(made, rows=None if tensor.rows is None else rows)
+
+
+def _every(tensor: SourceTensor, step: int, count: int) -> SourceTensor:
+    return SourceTensor(
+        tensor.name,
+        tensor.dtype,
+        (count, tensor.shape[1]),
+        lambda: np.ascontiguousarray(tensor.read()[::step]),
+        lambda: np.ascontiguousarray(tensor.float32()[::step]),
+    )
+
+
+def stacked(name: str, parts: Sequence[SourceTensor]) -> SourceTensor:
+    """Equal tensors, one after the other on a new first axis; read into place, one of them in memory beside it."""
+    dtype, shape = parts[0].dtype, (len(parts), *parts[0].shape)
+    height = parts[0].matrix_shape[0] if len(shape) > 2 else 1
+
+    def joined(shape: tuple[int, ...], parts: Sequence[SourceTensor]) -> SourceTensor:
+        def filled(kind: npt.DTypeLike, arrays: Iterator[Array]) -> Array:
+            whole, done = np.empty((math.prod(shape[:-1]), shape[-1]), kind), 0
+            for array in arrays:
+                rows = array.reshape(-1, shape[-1])
+                whole[done : done + len(rows)] = rows
+                done += len(rows)
+            return whole.reshape(shape)
+
+        return SourceTensor(
+            name,
+            dtype,
+            shape,
+            lambda: filled(NUMPY_DTYPE[dtype], (x.read() for x in parts)),
+            lambda: filled(np.float32, (x.float32() for x in parts)),
+        )
+
+    def rows(start: int, stop: int) -> SourceTensor:
+        within = [
+            parts[i].row_part(max(start - i * height, 0), min(stop - i * height, height))
+            for i in range(start // height, -(-stop // height))
+        ]
+        return within[0] if len(within) == 1 else joined((stop - start, shape[-1]), within)
+
+    apart = len(shape) > 2 and all(x.rows is not None for x in parts)
+    return replace(joined(shape, parts), rows=rows if apart else None)
 
 
 def from_float32(values: Floats, dtype: str, where: str) -> Array:

@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from rsv_format.sources.base import SourceTensor
+from rsv_format.sources.base import SourceTensor, transposed
 
 _LAYER = re.compile(r"model\.h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight")
 _MASK = re.compile(r"h\.\d+\.attn\.(?:bias|masked_bias)")
@@ -32,15 +30,5 @@ def turned(tensors: Mapping[str, SourceTensor], config: Mapping[str, Any]) -> di
         repeats = own == "lm_head.weight" and config.get("tie_word_embeddings") is not False
         if not repeats and not _MASK.fullmatch(own):
             own = f"model.{own}"
-            made[own] = _transposed(own, tensor) if _LAYER.fullmatch(own) else replace(tensor, name=own)
+            made[own] = replace(transposed(tensor), name=own) if _LAYER.fullmatch(own) else replace(tensor, name=own)
     return made
-
-
-def _transposed(name: str, tensor: SourceTensor) -> SourceTensor:
-    return SourceTensor(
-        name,
-        tensor.dtype,
-        tensor.shape[::-1],
-        lambda: np.ascontiguousarray(tensor.read().T),
-        lambda: np.ascontiguousarray(tensor.float32().T),
-    )

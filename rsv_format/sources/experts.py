@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rsv_format.dtypes import NUMPY_DTYPE
-from rsv_format.sources.base import Array, Floats, Source, SourceTensor, from_float32
+from rsv_format.sources.base import Array, Floats, Source, SourceTensor, from_float32, selected, stacked, transposed
 
 Tensors = dict[str, SourceTensor]
 
@@ -136,22 +135,7 @@ def _equal(experts: Mapping[int, Expert]) -> bool:
 
 
 def _stack(name: str, experts: Sequence[SourceTensor]) -> SourceTensor:
-    """Read into place: beside the stack, one expert is in memory."""
-    dtype, shape = experts[0].dtype, (len(experts), *experts[0].shape)
-
-    def read() -> Array:
-        stack = np.empty(shape, NUMPY_DTYPE[dtype])
-        for i, expert in enumerate(experts):
-            stack[i] = expert.read()
-        return stack
-
-    def float32() -> Floats:
-        stack = np.empty(shape, np.float32)
-        for i, expert in enumerate(experts):
-            stack[i] = expert.float32()
-        return stack
-
-    return SourceTensor(name, dtype, shape, read, float32, tuple(experts))
+    return replace(stacked(name, experts), experts=tuple(experts))
 
 
 def _split(tensors: Tensors, family: _Family) -> Tensors:
@@ -190,28 +174,40 @@ def _split(tensors: Tensors, family: _Family) -> Tensors:
 
 
 def _cut(name: str, whole: SourceTensor, rows: slice, turned: bool) -> SourceTensor:
-    """Some rows of a matrix or of each in a stack, or of biases; matrices may lie turned."""
+    """Some rows of a matrix or of each in a stack, or of biases; matrices may lie turned.
 
-    def cut(array: Array) -> Array:
-        array = array.swapaxes(-1, -2) if turned else array
-        return array[..., rows] if name.endswith(".bias") else array[..., rows, :]
+    They are known by the name of the whole, too.
+    """
+    if name.endswith(".bias"):
+        return _known(_derived(name, whole, lambda array: array[..., rows]), whole.name)
+    if whole.rows is None:
+        return _known(
+            _derived(name, whole, lambda array: (array.swapaxes(-1, -2) if turned else array)[..., rows, :]), whole.name
+        )
 
-    if whole.rows is None or len(whole.shape) != 3:
-        return _derived(name, whole, cut)
-    apart = (whole.rows(i, i + 1) for i in range(whole.shape[0]))
-    return _stack(name, [_derived(whole.name, one, lambda array: cut(array)[0]) for one in apart])
+    def cut(matrix: SourceTensor) -> SourceTensor:
+        return replace(selected(transposed(matrix) if turned else matrix, rows), name=whole.name)
+
+    if len(whole.shape) == 2:
+        return _known(replace(cut(whole), name=name), whole.name)
+    height = whole.shape[-2]
+    return _stack(name, [cut(whole.row_part(i * height, (i + 1) * height)) for i in range(whole.shape[0])])
+
+
+def _known(tensor: SourceTensor, other: str) -> SourceTensor:
+    """The tensor, which goes by another name, too."""
+    return replace(tensor, experts=(replace(tensor, name=other),))
 
 
 def _derived(name: str, whole: SourceTensor, cut: Callable[[Array], Array]) -> SourceTensor:
-    """What a view of a tensor shows, which is known by the name of the whole, too."""
-    part = SourceTensor(
+    """What a view of a tensor shows."""
+    return SourceTensor(
         name,
         whole.dtype,
         cut(np.broadcast_to(np.uint8(0), whole.shape)).shape,
         lambda: np.ascontiguousarray(cut(whole.read())),
         lambda: np.ascontiguousarray(cut(whole.float32())),
     )
-    return replace(part, experts=(replace(part, name=whole.name),))
 
 
 def _separated(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
@@ -225,16 +221,9 @@ def _separated(tensors: Tensors, config: Mapping[str, Any]) -> Tensors:
             made[name] = whole
             continue
         height = whole.shape[0] // count
-        turned = match["part"] == "w2"
         for i in range(count):
-            rows = slice(i * height, (i + 1) * height)
-            part = whole if whole.rows is None else whole.rows(rows.start, rows.stop)
-
-            def cut(array: Array, rows: slice = rows if part is whole else slice(None), turned: bool = turned) -> Array:
-                return array[rows].T if turned else array[rows]
-
-            apart = f"{match['owner']}.{i}.{match['part']}.weight"
-            made[apart] = _derived(apart, part, cut)
+            part, apart = whole.row_part(i * height, (i + 1) * height), f"{match['owner']}.{i}.{match['part']}.weight"
+            made[apart] = _known(replace(transposed(part) if match["part"] == "w2" else part, name=apart), name)
     return made
 
 
@@ -247,7 +236,7 @@ def _converted(tensors: Tensors, tied: bool) -> Tensors:
         if name.endswith(_QWEN3_NEXT_NORMS) and len(tensor.shape) == 1:
             made[name] = _plus_one(tensor)
         elif "conv1d.weight" in name and len(tensor.shape) == 3 and tensor.shape[-1] != 1:
-            made[name] = replace(_derived(name, tensor, lambda x: np.moveaxis(x, 2, 1)), experts=())
+            made[name] = _derived(name, tensor, lambda x: np.moveaxis(x, 2, 1))
         else:
             made[name] = tensor
     return made

@@ -6,6 +6,8 @@ Float tensors keep their dtype; quantized ones are dequantized by the gguf packa
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +108,21 @@ def _convert(tensor: StoredTensor, kind: Architecture, metadata: Metadata) -> So
     shape = tensor.shape
     if name.endswith("shared_expert_gate.weight") and len(shape) == 1:
         shape = (1, *shape)  # llama.cpp drops the axis of the single output
-    restore = partial(_restore, name=name, kind=kind, heads=_heads(name, shape, kind, metadata, tensor.place))
+    head = _head(name, shape, kind, metadata, tensor.place)
+    computed = quantized or (name.endswith("norm.weight") and kind.norm_offset != 0)
+    return _restored(name, dtype, shape, tensor, partial(_restore, name=name, kind=kind, head=head), computed, head)
+
+
+def _restored(
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    tensor: StoredTensor,
+    restore: Callable[[Array], Array],
+    computed: bool,
+    head: int,
+) -> SourceTensor:
+    """A tensor whose stored values `restore` turns back, all rows of a head together."""
 
     def stored() -> Array:
         return restore(tensor.stored().reshape(shape))
@@ -114,27 +130,37 @@ def _convert(tensor: StoredTensor, kind: Architecture, metadata: Metadata) -> So
     def float32() -> Floats:
         return restore(_dense(tensor).reshape(shape))
 
-    if quantized or (name.endswith("norm.weight") and kind.norm_offset):
-        return SourceTensor(name, dtype, shape, lambda: from_float32(float32(), dtype, tensor.place), float32)
-    return SourceTensor(name, dtype, shape, stored, float32)  # only the order of the rows changes
+    def kept() -> Array:
+        return from_float32(float32(), dtype, tensor.place)
+
+    def rows(start: int, stop: int) -> SourceTensor:
+        unit = head or 1
+        first, end = start // unit * unit, -(-stop // unit) * unit
+        part = _restored(name, dtype, (end - first, shape[-1]), tensor.rows(first, end), restore, computed, head)
+        if (first, end) == (start, stop):
+            return part
+        return replace(part, rows=None).row_part(start - first, stop - first)
+
+    return SourceTensor(
+        name, dtype, shape, kept if computed else stored, float32, rows=rows if len(shape) > 1 else None
+    )
 
 
-def _heads(name: str, shape: tuple[int, ...], kind: Architecture, metadata: Metadata, place: str) -> int:
-    """How many heads' rows to put back in order; 0 for none."""
+def _head(name: str, shape: tuple[int, ...], kind: Architecture, metadata: Metadata, place: str) -> int:
+    """Rows of a head, if each head's are to be put back in order; 0 if not."""
     *_, owner, _part = name.split(".")
     if not kind.interleaved_rope or owner not in ("q_proj", "k_proj"):
         return 0
     heads = head_count(metadata) if owner == "q_proj" else kv_head_count(metadata)
     if shape[0] % (2 * heads):
         raise RsvError("source_invalid", place, f"{shape} does not divide into {heads} heads")
-    return heads
+    return shape[0] // heads
 
 
-def _restore(values: Array, *, name: str, kind: Architecture, heads: int) -> Array:
+def _restore(values: Array, *, name: str, kind: Architecture, head: int) -> Array:
     """Undo what llama.cpp's converter does to the values: interleaved q and k rows, offset norm gains."""
-    if heads:
-        rest = values.shape[1:]
-        halves = values.reshape(heads, values.shape[0] // heads // 2, 2, *rest).swapaxes(1, 2)
+    if head:
+        halves = values.reshape(-1, head // 2, 2, *values.shape[1:]).swapaxes(1, 2)
         return np.ascontiguousarray(halves).reshape(values.shape)
     if kind.norm_offset and name.endswith("norm.weight"):
         return values - np.float32(kind.norm_offset)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,6 +93,12 @@ class StoredTensor:
     row_nbytes: int
     file: SourceFile
     offset: int
+    whole: StoredTensor | None = None  # of which these are rows
+
+    def rows(self, start: int, stop: int) -> StoredTensor:
+        """Rows start to stop, all axes but the last being one."""
+        shape, offset = (stop - start, self.shape[-1]), self.offset + start * self.row_nbytes
+        return replace(self, shape=shape, offset=offset, whole=self.whole or self)
 
     @property
     def place(self) -> str:
@@ -118,8 +124,10 @@ class StoredTensor:
 
     def _check(self, finite: npt.NDArray[np.bool_]) -> None:
         if not finite.all():
-            index = tuple(np.argwhere(~finite)[0].tolist())
-            raise RsvError("nonfinite_weight", self.place, f"the value at {index} of {self.shape} is not finite")
+            whole, width = self.whole or self, self.shape[-1]
+            first = (self.offset - whole.offset) // self.row_nbytes * width
+            index = tuple(int(i) for i in np.unravel_index(first + int(np.argmin(finite)), whole.shape))
+            raise RsvError("nonfinite_weight", self.place, f"the value at {index} of {whole.shape} is not finite")
 
 
 def dequantize(data: Array, kind: Any, place: str) -> Floats:

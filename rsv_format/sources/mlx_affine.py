@@ -166,4 +166,11 @@ def _dense(
         values += biases.float32()[..., None]
         return values.reshape(shape)
 
-    return SourceTensor(weight.name, scales.dtype, shape, lambda: from_float32(float32(), scales.dtype, place), float32)
+    def rows_of(start: int, stop: int) -> SourceTensor:
+        words, factors, offsets = (x.row_part(start, stop) for x in (weight, scales, biases))
+        return _dense(words, factors, offsets, grouping, where)
+
+    return SourceTensor(
+        weight.name, scales.dtype, shape, lambda: from_float32(float32(), scales.dtype, place), float32,
+        rows=rows_of if len(shape) > 1 and weight.rows is not None else None,
+    )  # fmt: skip

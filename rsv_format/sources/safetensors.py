@@ -97,21 +97,30 @@ def read_file(file: SourceFile) -> dict[str, SourceTensor]:
     return tensors
 
 
-def _tensor(file: SourceFile, name: str, dtype: str, shape: tuple[int, ...], offset: int) -> SourceTensor:
+def _tensor(
+    file: SourceFile, name: str, dtype: str, shape: tuple[int, ...], offset: int, stride: int | None = None
+) -> SourceTensor:
     table = scaled.TABLES.get(dtype)
     stored = np.dtype(np.uint8) if table is not None else NUMPY_DTYPE[dtype]
-    read = partial(file.read, stored, shape, offset, f"{file.path}: {name}")
+    read = partial(file.read, stored, shape, offset, f"{file.path}: {name}", stride)
+    pitch = stride or math.prod(shape[-1:]) * stored.itemsize  # bytes from row to row
 
     def rows(start: int, stop: int) -> SourceTensor:
-        skipped = start * math.prod(shape[1:]) * stored.itemsize
-        return _tensor(file, name, dtype, (stop - start, *shape[1:]), offset + skipped)
+        return _tensor(file, name, dtype, (stop - start, shape[-1]), offset + start * pitch, stride)
+
+    def columns(start: int, stop: int) -> SourceTensor:
+        narrow = math.prod(shape[:-1]), stop - start
+        return _tensor(file, name, dtype, narrow, offset + start * stored.itemsize, pitch)
 
     def float32() -> Floats:
         array = read()
         values: Floats = to_float32(array, dtype) if table is None else table[array]
         return values
 
-    return SourceTensor(name, dtype, shape, read, float32, rows=rows if shape else None)
+    has_rows = len(shape) > 1
+    return SourceTensor(
+        name, dtype, shape, read, float32, rows=rows if has_rows else None, columns=columns if has_rows else None
+    )
 
 
 def _with_config(

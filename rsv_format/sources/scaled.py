@@ -7,16 +7,19 @@ one for each block.  An mxfp4 weight is W_blocks, two numbers a byte, and W_scal
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rsv_format.errors import RsvError
-from rsv_format.sources.base import Array, Floats, SourceTensor, from_float32
+from rsv_format.sources.base import Array, Floats, SourceTensor, from_float32, stacked, transposed
 from rsv_format.sources.foreign import announced
 
+_AT_ONCE = 2**20  # weights that are multiplied by their scales in one piece
 _BLOCK = 128  # of fp8's square blocks, if the config names no other
 _GROUPS = (16, 32, 64, 128)  # input channels with one scale, where rows have several
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -112,6 +115,14 @@ class _Spread:
     rows: int = 1
     columns: int = 1
 
+    def positions(self, shape: tuple[int, ...], start: int, stop: int) -> NDArray[np.intp]:
+        """Where, among all rows of scales, those of a weight's rows start to stop are."""
+        *axes, last = np.unravel_index(np.arange(start, stop), (1, *shape[:-1]))
+        own = (1, *self.shape[:-1])
+        held = [np.minimum(axis, n - 1) for axis, n in zip((*axes, last // self.rows), own, strict=True)]
+        at: NDArray[np.intp] = np.ravel_multi_index(held, own)  # one for all is at 0
+        return at
+
 
 def _spread(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int]) -> _Spread | None:
     """None where they do not fit."""
@@ -137,32 +148,46 @@ def _spread(shape: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, i
 def _scaled(weight: SourceTensor, scale: SourceTensor, block: tuple[int, int], kept: str, where: str) -> SourceTensor:
     place, shape = f"{where}: {weight.name}", weight.shape
     spread = _spread(shape, scale.shape, block)
-    if spread is None or scale.dtype not in ("f32", "bf16", "f16", "f8_e8m0", "u8"):
+    if spread is None or not shape or scale.dtype not in ("f32", "bf16", "f16", "f8_e8m0", "u8"):
         detail = f"{weight.dtype} {shape} does not fit its scale {scale.dtype} {scale.shape}"
         raise RsvError("source_invalid", place, detail)
+    by_row = scale.rows is not None and scale.shape == spread.shape  # else there are few of them
 
-    def float32() -> Floats:
-        values = weight.float32()
-        factors = (E8M0[scale.read()] if scale.dtype == "u8" else scale.float32()).reshape(spread.shape)
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by its name
-            if (spread.rows, spread.columns) == (1, 1):
-                values *= factors
-                return values
-            for i in range(factors.shape[-2]):
-                rows = slice(i * spread.rows, (i + 1) * spread.rows)
-                wide = np.repeat(factors[..., i : i + 1, :], spread.columns, axis=-1)
-                values[..., rows, :] *= wide[..., : shape[-1]]
-        return values
+    def factors(start: int, stop: int) -> Floats:
+        """Of rows start to stop, one for each column or for all of a row."""
+        at = spread.positions(shape, start, stop)
+        first, part = 0, scale
+        if by_row:
+            first, part = int(at.min()), scale.row_part(int(at.min()), int(at.max()) + 1)
+        values = E8M0[part.read()] if scale.dtype == "u8" else part.float32()
+        return np.repeat(values.reshape(-1, spread.shape[-1])[at - first], spread.columns, axis=1)[:, : shape[-1]]
 
-    def rows(start: int, stop: int) -> SourceTensor:
-        """Some of a stack: their scales are their own, or the same for all."""
-        assert weight.rows is not None
-        own = scale.rows is not None and scale.shape[:1] == shape[:1]
-        part = scale.rows(start, stop) if own and scale.rows is not None else scale
-        return _scaled(weight.rows(start, stop), part, block, kept, where)
+    def some(part: SourceTensor, top: int, left: int) -> SourceTensor:
+        height, width = part.matrix_shape
 
-    stacked = rows if weight.rows is not None and len(shape) > 2 else None
-    return SourceTensor(weight.name, kept, shape, lambda: from_float32(float32(), kept, place), float32, rows=stacked)
+        def float32() -> Floats:
+            values = part.float32()
+            lying = values.reshape(height, width)
+            step = max(1, _AT_ONCE // width)
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused by its name
+                for i in range(0, height, step):
+                    own = factors(top + i, top + min(i + step, height))
+                    lying[i : i + step] *= own if own.shape[1] == 1 else own[:, left : left + width]
+            return values
+
+        def rows(start: int, stop: int) -> SourceTensor:
+            return some(part.row_part(start, stop), top + start, left)
+
+        def columns(start: int, stop: int) -> SourceTensor:
+            return some(part.column_part(start, stop), top, left + start)
+
+        has_parts = part.rows is not None and part.columns is not None
+        return SourceTensor(
+            weight.name, kept, part.shape, lambda: from_float32(float32(), kept, place), float32,
+            rows=rows if has_parts else None, columns=columns if has_parts else None,
+        )  # fmt: skip
+
+    return some(weight, 0, 0)
 
 
 def _mxfp4(blocks: SourceTensor, scales: SourceTensor, where: str) -> SourceTensor:
@@ -171,20 +196,29 @@ def _mxfp4(blocks: SourceTensor, scales: SourceTensor, where: str) -> SourceTens
     if (blocks.dtype, scales.dtype) != ("u8", "u8") or len(blocks.shape) != 4 or blocks.shape != (*scales.shape, 16):
         detail = f"{blocks.dtype} {blocks.shape} with scales {scales.dtype} {scales.shape} is not mxfp4"
         raise RsvError("source_invalid", place, detail)
-    n, rows, groups = scales.shape
+    n, height, groups = scales.shape
+    rows, width = n * height, groups * 32
 
-    def float32() -> Floats:
-        codes, values = blocks.read(), np.empty((n, rows, groups, 32), np.float32)
-        values[..., 0::2], values[..., 1::2] = _FP4[codes & 15], _FP4[codes >> 4]
-        values *= E8M0[scales.read()][..., None]
-        return values.reshape(n, rows, groups * 32).swapaxes(1, 2)
+    def some(codes: SourceTensor, powers: SourceTensor) -> SourceTensor:
+        """Rows (rows, in) of blocks (rows * groups, 16) and scales (rows, groups)."""
 
-    def read() -> Array:
-        return from_float32(float32(), "bf16", place)  # two bits of mantissa: exact
+        def float32() -> Floats:
+            packed = codes.read().reshape(-1, 16)
+            values = np.empty((packed.shape[0], 32), np.float32)
+            values[:, 0::2], values[:, 1::2] = _FP4[packed & 15], _FP4[packed >> 4]
+            values *= E8M0[powers.read()].reshape(-1, 1)
+            return values.reshape(-1, width)
 
-    def some(start: int, stop: int) -> SourceTensor:
-        assert blocks.rows is not None and scales.rows is not None
-        return _mxfp4(blocks.rows(start, stop), scales.rows(start, stop), where)
+        def part(start: int, stop: int) -> SourceTensor:
+            return some(codes.row_part(start * groups, stop * groups), powers.row_part(start, stop))
 
-    stacked = None if blocks.rows is None or scales.rows is None else some
-    return SourceTensor(name, "bf16", (n, groups * 32, rows), read, float32, rows=stacked)
+        shape = powers.matrix_shape[0], width
+        read = partial(_bfloat16, float32, place)  # two bits of mantissa: exact
+        return SourceTensor(name, "bf16", shape, read, float32, rows=None if codes.rows is None else part)
+
+    whole = some(blocks, scales)
+    return stacked(name, [transposed(whole.row_part(i, i + height)) for i in range(0, rows, height)])
+
+
+def _bfloat16(float32: Callable[[], Floats], place: str) -> Array:
+    return from_float32(float32(), "bf16", place)
