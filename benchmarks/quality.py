@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 import rsv_format
 from benchmarks.common import machine, smollm2, table
-from rsv_format.decoder import Decoder
+from rsv_format.decoder import Decoder, Fetch
 from rsv_format.dtypes import NUMPY_DTYPE
 
 Weights = Mapping[str, NDArray[np.float32]]
@@ -48,6 +48,10 @@ MARGIN = 0.5  # bits per weight that MLX's affine quantization may have more, in
 PEER, SHADES = "tab:orange", ("#a6cbe3", "#4292c6", "#08306b")  # colours of MLX's, and of ours by importance
 SINGLE = {"linestyle": "none", "markerfacecolor": "white", "markersize": 8}
 CLIP = 4.0  # of the source's perplexity, in the plot
+
+
+def _fetched(weights: Weights) -> Fetch:
+    return lambda name: [weights[name]] if name in weights else None
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class Model:
 
     def run(self, weights: Weights, inputs: NDArray[np.intp]) -> NDArray[np.float32]:
         """What the head sees of a text."""
-        return Decoder(self.config, weights.get, window=WINDOW).run(weights[EMBEDDING][inputs])
+        return Decoder(self.config, _fetched(weights), window=WINDOW).run(weights[EMBEDDING][inputs])
 
     def scores(self, weights: Weights) -> dict[str, dict[str, float]]:
         """How these weights predict each text, beside the source's."""
@@ -127,7 +131,7 @@ class Model:
         def observe(name: str, x: NDArray[np.float32]) -> None:
             sums[name] = sums.get(name, 0.0) + np.square(x, dtype=np.float64).sum(axis=0)
 
-        decoder = Decoder(self.config, self.weights.get, observe)
+        decoder = Decoder(self.config, _fetched(self.weights), observe)
         for start in range(0, len(self.calibration), WINDOW):
             last = decoder.run(self.weights[EMBEDDING][self.calibration[start : start + WINDOW]])
             observe(EMBEDDING.removesuffix(".weight"), last)  # the head is tied to it

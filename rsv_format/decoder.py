@@ -1,4 +1,4 @@
-"""The forward pass of a decoder of a known family, in numpy, one matrix in memory at a time.
+"""The forward pass of a decoder of a known family, in numpy, some rows of a matrix in memory at a time.
 
 For statistics and for measuring quality, not for speed. Left out: position scaling, sliding windows, soft caps.
 """
@@ -6,7 +6,7 @@ For statistics and for measuring quality, not for speed. Left out: position scal
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.float32]
-Fetch = Callable[[str], Rows | None]
+Fetch = Callable[[str], Iterable[Rows] | None]
 Observe = Callable[[str, Rows], None]
 
 
@@ -47,7 +47,8 @@ class Decoder:
     config : mapping
         config.json's content; `model_type` must be of a known family.
     fetch : callable
-        Hugging Face name of a tensor -> float32 array, None where the model has none.
+        Hugging Face name of a tensor -> its rows, float32 matrices that lie one below the other, or a vector alone;
+        None where the model has none.
     observe : callable, optional
         Told the name and the input (tokens, in_features) of each linear layer.
     window : int, optional
@@ -139,17 +140,19 @@ class Decoder:
     def _linear(self, name: str, x: Rows) -> Rows:
         if self.observe is not None:
             self.observe(name, x)
-        y = x @ self._fetched(f"{name}.weight").T
+        y = np.concatenate([x @ rows.T for rows in self._pieces(f"{name}.weight")], axis=1)
         bias = self.fetch(f"{name}.bias")
-        return y if bias is None else y + bias
+        if bias is not None:
+            y += np.concatenate([*bias])
+        return y
 
     def _norm(self, name: str, x: Rows) -> Rows:
-        gain = self._fetched(f"{name}.weight") + np.float32(self.family.gain_offset)
+        gain = np.concatenate([*self._pieces(f"{name}.weight")]) + np.float32(self.family.gain_offset)
         square = np.mean(np.square(x), axis=-1, keepdims=True)
         return np.asarray(x / np.sqrt(square + np.float32(self.eps)) * gain)
 
-    def _fetched(self, name: str) -> Rows:
-        tensor = self.fetch(name)
-        if tensor is None:
+    def _pieces(self, name: str) -> Iterable[Rows]:
+        pieces = self.fetch(name)
+        if pieces is None:
             raise KeyError(name)
-        return tensor
+        return pieces

@@ -342,32 +342,68 @@ class Writer:
 
     def layer(self, data: LayerData) -> None:
         """Write codes, scales and bias of a layer."""
-        entry = self._entry(self._layers, data.name)
+        self.layer_pieces(data.name, [(data.codes, data.scales)], data.bias)
+
+    def layer_pieces(
+        self,
+        name: str,
+        pieces: Iterable[tuple[NDArray[np.uint32], NDArray[np.float32]]],
+        bias: NDArray[Any] | None = None,
+    ) -> None:
+        """Write a layer of which some rows at a time are at hand: their codes and scales, in the rows' order."""
+        entry = self._entry(self._layers, name)
         bits = self._header.codebooks[entry.codebook].bits
         at = layer_layout(entry.in_features, entry.rows, bits, entry.bias)
-        _fits(data.name, "codes", data.codes, "u32", (at.rows, at.row_words))
-        _fits(data.name, "scales", data.scales, "f32", (at.rows,))
-        codes = np.ascontiguousarray(data.codes, "<u4")
-        _refuse(codes_faults(codes, bits, entry.in_features, data.name))
-        _refuse(floats_faults(data.scales, f"{data.name} scales"))
-        parts = [(0, _bytes(codes, "u32")), (at.scales_offset, _bytes(data.scales, "f32"))]
-        if entry.bias is None and data.bias is not None:
-            raise RsvError("content_invalid", data.name, "a bias that the header does not name (bias_dtype is missing)")
+        if entry.bias is None and bias is not None:
+            raise RsvError("content_invalid", name, "a bias that the header does not name (bias_dtype is missing)")
         if entry.bias is not None:
-            if data.bias is None:
-                raise RsvError("content_invalid", data.name, "its bias is missing")
-            _fits(data.name, "bias", data.bias, entry.bias, (at.rows,))
-            _refuse(floats_faults(to_float32(data.bias, entry.bias), f"{data.name} bias"))
-            parts.append((at.bias_offset, _bytes(data.bias, entry.bias)))
-        self._put(("layer", data.name), parts)
+            if bias is None:
+                raise RsvError("content_invalid", name, "its bias is missing")
+            _fits(name, "bias", bias, entry.bias, (at.rows,))
+            _refuse(floats_faults(to_float32(bias, entry.bias), f"{name} bias"))
+
+        def parts() -> Iterator[tuple[int, memoryview]]:
+            scales, done = np.empty(at.rows, "<f4"), 0
+            for codes, some_scales in pieces:
+                stop = done + codes.shape[0]
+                if stop > at.rows:
+                    raise RsvError("content_invalid", name, f"there are codes of more than {at.rows} rows")
+                _fits(name, "codes", codes, "u32", (stop - done, at.row_words))
+                _fits(name, "scales", some_scales, "f32", (stop - done,))
+                _refuse(codes_faults(codes, bits, entry.in_features, name))
+                yield done * at.row_words * 4, _bytes(codes, "u32")
+                scales[done:stop] = some_scales
+                done = stop
+            if done != at.rows:
+                raise RsvError("content_invalid", name, f"there are codes of {done} rows, the header says {at.rows}")
+            _refuse(floats_faults(scales, f"{name} scales"))
+            yield at.scales_offset, _bytes(scales, "f32")
+            if bias is not None and entry.bias is not None:
+                yield at.bias_offset, _bytes(bias, entry.bias)
+
+        self._put(("layer", name), parts())
 
     def tensor(self, name: str, array: NDArray[Any]) -> None:
         """Write a tensor's elements; of bool, 1 for whatever is not 0."""
         entry = self._entry(self._tensors, name)
         _fits(name, "tensor", array, entry.dtype, entry.shape)
-        if entry.dtype == "bool" and array.max(initial=0) > 1:
-            array = (array != 0).view(np.uint8)
-        self._put(("tensor", name), [(0, _bytes(array, entry.dtype))])
+        self.tensor_pieces(name, [array])
+
+    def tensor_pieces(self, name: str, pieces: Iterable[NDArray[Any]]) -> None:
+        """Write a tensor of which some elements at a time are at hand, in their order, in arrays of any shape."""
+        entry = self._entry(self._tensors, name)
+
+        def parts() -> Iterator[tuple[int, memoryview]]:
+            done = 0
+            for array in pieces:
+                _fits(name, "tensor", array, entry.dtype, array.shape)
+                if entry.dtype == "bool" and array.max(initial=0) > 1:
+                    array = (array != 0).view(np.uint8)
+                data = _bytes(array, entry.dtype)
+                yield done, data
+                done += data.nbytes
+
+        self._put(("tensor", name), parts())
 
     def attachment(self, name: str, data: bytes | memoryview) -> None:
         """Write an attached file."""
@@ -466,13 +502,15 @@ class Writer:
             raise RsvError("content_invalid", str(name), "the header does not name it")
         return entries[name]
 
-    def _put(self, key: tuple[str, str], parts: list[tuple[int, memoryview]]) -> None:
+    def _put(self, key: tuple[str, str], parts: Iterable[tuple[int, memoryview]]) -> None:
         """Write the parts of a blob, the gaps between them being zero, and note its digest."""
         blob: Blob = self._entry(self._blobs, key)
         digest, end = hashlib.sha256(), 0
         for offset, data in parts:
             digest.update(bytes(offset - end))
             digest.update(data)
+            if offset + data.nbytes > blob.nbytes:
+                raise RsvError("content_invalid", key[1], f"more than the {blob.nbytes} bytes that the header says")
             self._write(blob.offset + offset, data)
             end = offset + data.nbytes
         if end != blob.nbytes:

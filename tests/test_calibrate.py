@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from test_synthetic import fetched
 from typer.testing import CliRunner, Result
 
 import rsv_format
@@ -82,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wanted(folder: Path) -> dict[str, np.ndarray]:
     """What the layers see of TOKENS, by the forward pass in numpy."""
     weights, seen = load_file(folder / "model.safetensors"), {}
-    decoder = Decoder(CONFIG, weights.get, lambda name, x: seen.update({name: np.mean(np.square(x), axis=0)}))
+    decoder = Decoder(CONFIG, fetched(weights), lambda name, x: seen.update({name: np.mean(np.square(x), axis=0)}))
     head = decoder.run(weights["model.embed_tokens.weight"][TOKENS])
     return seen | {"model.embed_tokens": np.mean(np.square(head), axis=0)}
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from rsv_format import RsvError, Source, SourceTensor, quantize, quantize_layers
 from rsv_format.codebook import codebook
 from rsv_format.dtypes import to_bfloat16, to_float32
 from rsv_format.sources.base import dense_tensor
-from rsv_format.sources.experts import stack_experts
 
 BLOCK = "model.layers.0"
 Q, K, V, OUT = (f"{BLOCK}.self_attn.{part}_proj" for part in "qkvo")
@@ -345,28 +342,6 @@ def test_importance_of_a_stack(tmp_path: Path) -> None:
         with pytest.raises(RsvError, match="experts.11.w1") as e:
             quantize(source, tmp_path / "a", importance=known | {f"{MIXTURE}.experts.11.w1": wrong})
         assert e.value.code == "importance_mismatch"
-
-
-@pytest.mark.parametrize("importance", ["none", "gains"])
-def test_one_dense_stack_is_in_memory_at_a_time(importance: str) -> None:
-    source = stack_experts(mixture())
-    made: list[weakref.ref[np.ndarray]] = []
-
-    def watched(stack: SourceTensor) -> SourceTensor:
-        def float32() -> np.ndarray:
-            assert not any(ref() is not None for ref in made)
-            array = stack.float32()
-            made.append(weakref.ref(array))
-            return array
-
-        return replace(stack, float32=float32)
-
-    source.tensors |= {f"{name}.weight": watched(source.tensors[f"{name}.weight"]) for name in STACKS}
-    assert (
-        sum(layer.stack == 12 for layer in quantize_layers(source, importance=importance, embedding_bits="keep"))
-        == len(made)
-        == 3
-    )
 
 
 def test_a_budget_for_stacks(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from test_synthetic import fetched
 
 import rsv_format
 from rsv_format import RsvError, quantize_matrix
@@ -117,7 +118,7 @@ def test_moments_are_those_of_the_inputs(folder: Path) -> None:
     with rsv_format.open_source(folder) as source:
         tensors = {name: tensor.float32() for name, tensor in source.tensors.items()}
         tokens = np.arange(60) % 64
-        decoder = Decoder(CONFIG, tensors.get, seen.__setitem__, 512)
+        decoder = Decoder(CONFIG, fetched(tensors), seen.__setitem__, 512)
         decoder.run(tensors["model.embed_tokens.weight"][tokens])
         moments = Moments(source, tokens)
         for name in sorted(seen, key=block_of):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rsv_format.decoder import Decoder
+from rsv_format.decoder import Decoder, Fetch
 from rsv_format.quantizer.synthetic import random_tokens, synthetic_importance
 from rsv_format.sources.base import Source, dense_tensor
 
@@ -43,6 +43,10 @@ def weights(family: str, head: int = 6) -> dict[str, np.ndarray]:
     return result
 
 
+def fetched(tensors: dict[str, np.ndarray]) -> Fetch:
+    return lambda name: [tensors[name]] if name in tensors else None
+
+
 def source(family: str, tensors: dict[str, np.ndarray]) -> Source:
     kept = {name: dense_tensor(name, "f32", x.shape, lambda x=x: x) for name, x in tensors.items()}
     return Source("test", "test", kept, {"model_type": family, **CONFIG})
@@ -65,7 +69,7 @@ def test_forward_is_that_of_mlx_lm(family: str) -> None:
     model.update(tree_unflatten([(name, mx.array(x)) for name, x in tensors.items()]))
     tokens = np.arange(3, 23)
     hidden = model.model(mx.array(tokens[None]))[0]
-    mine = Decoder({"model_type": family, **CONFIG}, tensors.get).run(tensors["model.embed_tokens.weight"][tokens])
+    mine = Decoder({"model_type": family, **CONFIG}, fetched(tensors)).run(tensors["model.embed_tokens.weight"][tokens])
     # mlx-lm rounds the embedding scale of gemma3 to bfloat16
     tolerance = 2e-2 if family == "gemma3_text" else 2e-3
     np.testing.assert_allclose(mine, np.array(hidden), rtol=tolerance, atol=tolerance)
@@ -100,7 +104,7 @@ def test_it_is_the_mean_square() -> None:
     seen = {}
     tokens = random_tokens(60)
     assert tokens.shape == (128,) and 3 <= tokens.min() < tokens.max() < 60
-    decoder = Decoder(opened.config or {}, tensors.get, lambda name, x: seen.setdefault(name, x))
+    decoder = Decoder(opened.config or {}, fetched(tensors), lambda name, x: seen.setdefault(name, x))
     decoder.run(tensors["model.embed_tokens.weight"][tokens])
     x = tensors["model.embed_tokens.weight"][tokens].astype(np.float64)
     normed = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * tensors["model.layers.0.input_layernorm.weight"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rsv_format.decoder import Decoder, Rows
-from rsv_format.dtypes import to_float32
 from rsv_format.errors import RsvError
 from rsv_format.quantizer.evaluation import check_family, encode_text
 from rsv_format.sources import Source
@@ -57,7 +57,7 @@ class Moments:
             raise RsvError("source_invalid", source.path, "its embedding table does not have these tokens")
         self._source, self._found, self._reached = source, dict[str, NDArray[np.float32]](), -1
         self._last: tuple[Rows, NDArray[np.float32]] | None = None
-        embedded = to_float32(embedding.read()[tokens], embedding.dtype)
+        embedded = embedding.taken(tokens)
         self._steps = Decoder(source.config or {}, self._fetched, self._observe, WINDOW).steps(embedded)
 
     def of(self, name: str) -> NDArray[np.float32] | None:
@@ -87,6 +87,6 @@ class Moments:
             self._last = x, x.T @ x / np.float32(x.shape[0])
         self._found[name] = self._last[1]
 
-    def _fetched(self, name: str) -> Rows | None:
+    def _fetched(self, name: str) -> Iterable[Rows] | None:
         tensor = self._source.tensors.get(name)
-        return None if tensor is None else tensor.float32()
+        return None if tensor is None else tensor.pieces()

@@ -35,10 +35,21 @@ from rsv_format.quantizer.codebooks import centroids
 from rsv_format.quantizer.evaluation import check_family
 from rsv_format.quantizer.feedback import Spread, spread
 from rsv_format.quantizer.importance import norm_gains, plain_name, share_groups
-from rsv_format.quantizer.matrix import channel_scales, column_squares, group_transform, make_transform, quantize_matrix
+from rsv_format.quantizer.matrix import (
+    Rows,
+    channel_scales,
+    check_shape,
+    chunk_rows,
+    column_squares,
+    group_transform,
+    joined,
+    make_transform,
+    quantize_pieces,
+)
 from rsv_format.quantizer.options import DEFAULT_BITS, IMPORTANCES, Importance, QuantizeOptions, table_bits
 from rsv_format.quantizer.predicates import least_bits
 from rsv_format.quantizer.synthetic import measured_importance, random_tokens, synthetic_importance
+from rsv_format.quantizer.threads import DEFAULT_MEMORY, Room, ordered
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
 from rsv_format.roles import Role
@@ -89,6 +100,7 @@ def quantize(
     tokenizer: bool = True,
     force: bool = False,
     threads: int | None = None,
+    memory: int = DEFAULT_MEMORY,
     progress: Progress | None = None,
     **options: Any,
 ) -> QuantizeReport:
@@ -106,6 +118,10 @@ def quantize(
         Replace a file that is not RSV, or write-protected; but never a model in another format.
     threads : int, optional
         One per core if not given.
+    memory : int
+        Bytes for what is read and encoded at a time, `LEAST_MEMORY` at least: some rows of a matrix, however large
+        that is. What there is beside them does not grow with the model, but with error feedback, which takes some
+        matrices (in_features, in_features). The file is the same for any number.
     progress : callable(done, total, name), optional
         Told the weights done, all of them, and the layer at work.
     **options
@@ -121,9 +137,10 @@ def quantize(
     chosen = QuantizeOptions(**options)
     inputs = _paths(source, chosen.importance)
     check(out, RSV_FILE, inputs=inputs, force=force)
+    room = Room(memory, threads)
     given = _given_importance(chosen.importance)
     with _opened(source, tokenizer) as opened:
-        job = _Job(opened, chosen, given, threads, progress or _silent)
+        job = _Job(opened, chosen, given, room, progress or _silent)
         inputs += [file.path for file in opened.files]
         check(out, RSV_FILE, inputs=inputs, force=force, nbytes=job.least_nbytes())
         job.measure()
@@ -140,6 +157,7 @@ def quantize_layers(
     source: str | os.PathLike[str] | Source,
     *,
     threads: int | None = None,
+    memory: int = DEFAULT_MEMORY,
     progress: Progress | None = None,
     **options: Any,
 ) -> Iterator[LayerData]:
@@ -150,9 +168,10 @@ def quantize_layers(
     Layers with one input come one after the other and share one Transform object.
     """
     chosen = QuantizeOptions(**options)
+    room = Room(memory, threads)
     given = _given_importance(chosen.importance)
     with _opened(source, tokenizer=chosen.calibration is not None) as opened:
-        job = _Job(opened, chosen, given, threads, progress or _silent)
+        job = _Job(opened, chosen, given, room, progress or _silent)
         job.measure()
         yield from job.quantized()
         opened.check_unchanged()
@@ -182,6 +201,15 @@ def save(file: File, path: str | os.PathLike[str], *, force: bool = False) -> No
     )
 
 
+@dataclass(frozen=True)
+class _Pieces:
+    """A layer that is being quantized."""
+
+    name: str
+    transform: Transform | None
+    pieces: Iterator[Rows]
+
+
 @dataclass
 class _Job:
     """One run of `quantize`: what is to be done; what matters (`measure`); the header, of which only the digests
@@ -190,7 +218,7 @@ class _Job:
     source: Source
     options: QuantizeOptions
     given: Mapping[str, Floats] | None  # importance; None if it is to be found
-    threads: int | None
+    room: Room
     progress: Progress
 
     def __post_init__(self) -> None:
@@ -210,6 +238,8 @@ class _Job:
         self.layers = sorted(self.layer_bits)
         if not self.layers:
             raise RsvError("bad_argument", self.source.path, f"none of {len(names)} linear layers is chosen")
+        for name in self.layers:
+            check_shape(name, self._weight(name).shape)
         self.biases = {name: bias for name in self.layers if (bias := self._bias(name)) is not None}
         self.groups = [part for group in share_groups(self.layers) for part in self._same_width(group)]
         self.importance: Mapping[str, Floats] = {}
@@ -253,37 +283,43 @@ class _Job:
             for i, entry in enumerate(header.codebooks):
                 writer.codebook(i, self._centroids(entry.bits))
             written: set[int] = set()
-            for layer in self.quantized():
+            for layer in self.layers_in_pieces():
                 position = positions[layer.name]
                 if layer.transform is not None and position is not None and position not in written:
                     writer.transform(position, layer.transform)
                     written.add(position)
-                writer.layer(layer)
+                writer.layer_pieces(layer.name, layer.pieces, self._bias_of(layer.name))
             for name in self._kept():
-                writer.tensor(name, self.source.tensors[name].read())
+                writer.tensor_pieces(name, self._as_kept(name))
             for name, (_, data) in self.source.attachments.items():
                 writer.attachment(name, data)
             self.source.check_unchanged()  # raised here, it leaves nothing behind
             return open_file(writer.finish())
 
     def quantized(self) -> Iterator[LayerData]:
-        """The layers, group by group; a group's dense matrices are in memory together, its stacks one by one."""
+        """The layers, one at a time."""
+        for layer in self.layers_in_pieces():
+            name, weight, bias = layer.name, self._weight(layer.name), self.biases.get(layer.name)
+            bits, stack = self.layer_bits[name], prod(weight.shape[:-2])
+            codes, scales = joined(layer.pieces, weight.matrix_shape, bits)
+            yield LayerData(
+                name, weight.shape[-1], bits, codes, scales, self._centroids(bits), layer.transform,
+                self._bias_of(name), None if bias is None else bias.dtype, stack,
+            )  # fmt: skip
+            del codes, scales
+
+    def layers_in_pieces(self) -> Iterator[_Pieces]:
+        """The layers, group by group, each to be taken before the next one."""
         total, done = sum(prod(self._weight(name).shape) for name in self.layers), 0
         moments = self._moments() if self.feedback else None
         for group in self.groups:
             self.progress(done, total, group[0])
-            held = {name: self._weight(name).float32() for name in group if len(self._weight(name).shape) == 2}
-            transform = self._transform(group, held)
+            transform = self._transform(group)
             moment = None if moments is None else moments.of(group[0])
             known = None if moment is None else spread(moment, transform)
             for name in group:
-                self.progress(done, total, name)
+                yield _Pieces(name, transform, self._quantized(name, transform, known, done, total))
                 done += prod(self._weight(name).shape)
-                layer = self._quantized(
-                    name, held.pop(name) if name in held else self._weight(name).float32(), transform, known
-                )
-                yield layer  # the dense weight is gone by now
-                del layer
         self.progress(total, total, "")
 
     def _header(self, layer_bits: Mapping[str, int]) -> Header:
@@ -403,7 +439,7 @@ class _Job:
                 continue
             self._phase("bits")(len(demands), len(self.layers), group[0])
             dim = self._weight(group[0]).shape[-1]
-            squares = {name: column_squares(self._matrices(name)) for name in group}
+            squares = {name: column_squares(self._rows(name)) for name in group}
             h, c = np.full(dim, usual), np.ones(dim)
             if group[0] in self.importance:
                 h = np.asarray(self.importance[group[0]], np.float64)
@@ -481,10 +517,10 @@ class _Job:
         transform = make_transform(dim, rotation=self.options.rotation, scales=scales)
         return None if transform is None else transform_entry(transform)
 
-    def _transform(self, group: list[str], held: Mapping[str, Floats]) -> Transform | None:
+    def _transform(self, group: list[str]) -> Transform | None:
         return group_transform(
             self._weight(group[0]).shape[-1],
-            (x for name in group for x in ([held[name]] if name in held else self._matrices(name))),
+            (piece for name in group for piece in self._rows(name)),
             name=group[0],
             rotation=self.options.rotation,
             persist_rotation=self.options.persist_rotation,
@@ -500,26 +536,30 @@ class _Job:
         vocabulary = 1 if embedding is None else embedding.shape[0]
         return Moments(self.source, random_tokens(vocabulary, self.options.seed, TOKENS))
 
-    def _quantized(self, name: str, weight: Floats, transform: Transform | None, known: Spread | None) -> LayerData:
-        bias = self.biases.get(name)
-        data = quantize_matrix(
-            weight,
-            name=name,
-            bits=self.layer_bits[name],
-            codebook=self.options.codebook,
-            window=self.options.window,
-            rotation="none",
-            transform=transform,
+    def _quantized(
+        self, name: str, transform: Transform | None, known: Spread | None, done: int, total: int
+    ) -> Iterator[Rows]:
+        """A layer's codes and scales, some rows at a time; progress counts from what is done before."""
+        weight, bits = self._weight(name), self.layer_bits[name]
+        held, (rows, in_features) = weight.held(), weight.matrix_shape
+        first = 0
+        for codes, scales in quantize_pieces(
+            lambda start, stop: held.row_part(start, stop).float32(),
+            (rows, in_features),
+            transform,
+            self._centroids(bits),
+            bits,
             spread=known,
-            bias=None if bias is None else bias.read().reshape(-1),
-            bias_dtype=None if bias is None else bias.dtype,
-            threads=self.threads,
-        )
-        row = int(np.argmax(data.scales))
-        if float(data.scales[row]) * weight.shape[-1] > _LARGEST:  # sums of so many are taken to dequantize it
-            detail = f"row {row}, of root mean square {data.scales[row]:g}, overflows float32 when it is dequantized"
-            raise RsvError("nonfinite_weight", name, detail)
-        return data
+            name=name,
+            room=self.room,
+        ):
+            self.progress(done + first * in_features, total, name)
+            row = int(np.argmax(scales))
+            if float(scales[row]) * in_features > _LARGEST:  # sums of so many are taken to dequantize it
+                size = f"row {first + row}, of root mean square {scales[row]:g}"
+                raise RsvError("nonfinite_weight", name, f"{size}, overflows float32 when it is dequantized")
+            yield codes, scales
+            first += scales.size
 
     def _chosen(self, name: str) -> bool:
         include, exclude = self.options.include, self.options.exclude
@@ -543,11 +583,23 @@ class _Job:
         """A layer's name and, of a stack, those of the experts in the checkpoint."""
         return [name, *(expert.name.removesuffix(".weight") for expert in self._weight(name).experts)]
 
-    def _matrices(self, name: str) -> Iterator[Floats]:
-        """A layer's weight in matrices (rows, in_features), expert by expert where the source has them so."""
+    def _rows(self, name: str) -> Iterator[Floats]:
+        """A layer's weight, some rows at a time."""
         weight = self._weight(name)
-        for part in weight.experts or (weight,):
-            yield part.float32().reshape(-1, weight.shape[-1])
+        return self._read(weight.held(), chunk_rows(weight.shape[-1]), lambda part: part.float32())
+
+    def _as_kept(self, name: str) -> Iterator[NDArray[Any]]:
+        """A tensor's values as they are kept, some rows at a time if it can be read so."""
+        tensor = self.source.tensors[name]
+        if tensor.rows is None:
+            return iter([tensor.read()])
+        return self._read(tensor, 1, lambda part: part.read())
+
+    def _read(
+        self, tensor: SourceTensor, unit: int, read: Callable[[SourceTensor], NDArray[Any]]
+    ) -> Iterator[NDArray[Any]]:
+        pieces = self.room.pieces(*tensor.matrix_shape, unit)
+        return ordered(lambda piece: read(tensor.row_part(*piece)), pieces, self.room.threads)
 
     def _weight(self, name: str) -> SourceTensor:
         return self.source.tensors[f"{name}.weight"]
@@ -561,6 +613,10 @@ class _Job:
             detail = f"a bias of {bias.dtype} {bias.shape} cannot be kept with a weight {weight.shape}"
             raise RsvError("source_unsupported", f"{name}.bias", f"{detail}: exclude the layer, and both are")
         return bias
+
+    def _bias_of(self, name: str) -> NDArray[Any] | None:
+        bias = self.biases.get(name)
+        return None if bias is None else bias.read().reshape(-1)
 
     def _kept(self) -> list[str]:
         taken = {f"{name}.weight" for name in self.layers} | {f"{name}.bias" for name in self.biases}

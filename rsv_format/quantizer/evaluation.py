@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rsv_format.decoder import Decoder, Rows
+from rsv_format.decoder import Decoder, Fetch, Rows
 from rsv_format.errors import RsvError
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
@@ -135,9 +135,11 @@ def evaluate(
             told(before + done, total, name)
 
         try:
-            embedding = _wanted(fetch, "model.embed_tokens.weight")
+            embedding = _whole(fetch, "model.embed_tokens.weight")
+            if embedding is None:
+                raise KeyError("model.embed_tokens.weight")
             hidden = Decoder(config, fetch, window=window).run(embedding[inputs], block_told)
-            head = fetch("lm_head.weight")
+            head = _whole(fetch, "lm_head.weight")
         except (KeyError, TypeError, ValueError, IndexError) as e:
             where = source.path if side == 0 else "file"
             raise RsvError("source_invalid" if side == 0 else "missing_layer", where, f"{type(e).__name__}: {e}") from e
@@ -282,24 +284,25 @@ def encode_text(source: Source, text: str) -> tuple[list[int], int | None]:
         raise RsvError("source_invalid", "tokenizer.json", f"{type(e).__name__}: {e}") from e
 
 
-def _of_source(source: Source) -> Callable[[str], Rows | None]:
-    return lambda name: source.tensors[name].float32() if name in source.tensors else None
+def _of_source(source: Source) -> Fetch:
+    return lambda name: source.tensors[name].pieces() if name in source.tensors else None
 
 
-def _of_file(file: File) -> Callable[[str], Rows | None]:
-    def fetch(name: str) -> Rows | None:
+def _of_file(file: File) -> Fetch:
+    def fetch(name: str) -> Iterable[Rows] | None:
         if name in file.tensors:
-            return file.tensors[name].float32()
+            return [file.tensors[name].float32()]
         layer, _, kind = name.rpartition(".")
         if layer not in file.layers:
             return None
-        return file.layers[layer].dequantize() if kind == "weight" else file.layers[layer].bias_float32()
+        if kind == "weight":
+            return [file.layers[layer].dequantize()]
+        bias = file.layers[layer].bias_float32()
+        return None if bias is None else [bias]
 
     return fetch
 
 
-def _wanted(fetch: Callable[[str], Rows | None], name: str) -> Rows:
-    tensor = fetch(name)
-    if tensor is None:
-        raise KeyError(name)
-    return tensor
+def _whole(fetch: Fetch, name: str) -> Rows | None:
+    pieces = fetch(name)
+    return None if pieces is None else np.concatenate([*pieces])

@@ -7,7 +7,8 @@ N(0, 1), scale[i] being the row's root mean square.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,11 @@ from rsv_format.quantizer import feedback, trellis
 from rsv_format.quantizer.codebooks import centroids as make_centroids
 from rsv_format.quantizer.feedback import Spread
 from rsv_format.quantizer.scalar import nearest
-from rsv_format.quantizer.threads import run_threads
+from rsv_format.quantizer.threads import Room, ordered
 from rsv_format.rotation import Floats, Transform, haar, haar_witness, kronecker_split, random_signs
 from rsv_format.writer import LayerData
+
+Rows = tuple[NDArray[np.uint32], NDArray[np.float32]]  # codes and scales
 
 ROTATIONS: tuple[str, ...] = ("hartley", "haar", "none")
 
@@ -88,9 +91,8 @@ def quantize_matrix(
     """
     if weight.ndim not in (2, 3) or not np.issubdtype(weight.dtype, np.floating) or 0 in weight.shape:
         raise RsvError("bad_argument", name, f"want a floating matrix or stack, not {weight.dtype} {weight.shape}")
+    check_shape(name, weight.shape)
     stack, in_features = (1 if weight.ndim == 2 else weight.shape[0]), weight.shape[-1]
-    if in_features > MAX_IN_FEATURES or stack > MAX_STACK:
-        raise RsvError("bad_argument", name, f"{weight.shape} is beyond the format's limits")
     rows = weight.reshape(-1, in_features)
     if transform is not None and transform.dim != in_features:
         raise RsvError("bad_argument", name, f"{in_features} columns for a transform of {transform.dim}")
@@ -102,6 +104,18 @@ def quantize_matrix(
     centroids = make_centroids(codebook, bits, window)
     codes, row_scales = quantize_rows(rows, transform, centroids, bits, spread=spread, name=name, threads=threads)
     return LayerData(name, in_features, bits, codes, row_scales, centroids, transform, bias, bias_dtype, stack)
+
+
+def check_shape(name: str, shape: tuple[int, ...]) -> None:
+    """Refuse a weight (out_features, in_features) or (stack, out_features, in_features) that no file can hold.
+
+    Raises
+    ------
+    RsvError
+        bad_argument.
+    """
+    if shape[-1] > MAX_IN_FEATURES or math.prod(shape[:-2]) > MAX_STACK:
+        raise RsvError("bad_argument", name, f"{shape} is beyond the format's limits")
 
 
 def make_transform(
@@ -231,16 +245,24 @@ def channel_scales(importance: Floats, squares: NDArray[np.float64], name: str) 
 
 
 def column_squares(matrices: Iterable[Floats]) -> NDArray[np.float64]:
-    """Sum of squares of each column, float64 (in_features,), over matrices (rows, in_features)."""
+    """Sum of squares of each column, float64 (in_features,), over matrices (rows, in_features).
+
+    Pieces of a matrix give the very sum that it gives, if all but the last have a multiple of `chunk_rows`.
+    """
     total: NDArray[np.float64] | None = None
     for matrix in matrices:
-        step = max(1, _CHUNK // matrix.shape[1])
+        step = chunk_rows(matrix.shape[1])
         for start in range(0, matrix.shape[0], step):
             chunk = matrix[start : start + step].astype(np.float64)
             squares = np.einsum("ij,ij->j", chunk, chunk)
             total = squares if total is None else total + squares
     assert total is not None
     return total
+
+
+def chunk_rows(in_features: int) -> int:
+    """Rows that are handled at a time."""
+    return max(1, _CHUNK // in_features)
 
 
 def quantize_rows(
@@ -254,37 +276,87 @@ def quantize_rows(
     threads: int | None = None,
 ) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
     """Packed codes (rows, row_words) and scales (rows,) of a matrix (rows, in_features)."""
-    rows, in_features = weight.shape
-    codes = np.empty((rows, row_words(in_features, bits)), np.uint32)
-    scales = np.empty(rows, np.float32)
-    scalar = centroids.size == 2**bits
+    pieces = quantize_pieces(
+        lambda start, stop: weight[start:stop], weight.shape, transform, centroids, bits,
+        spread=spread, name=name, room=Room(threads=threads),
+    )  # fmt: skip
+    return joined(pieces, weight.shape, bits)
+
+
+def joined(pieces: Iterable[Rows], shape: tuple[int, int], bits: int) -> Rows:
+    """The codes and scales of a matrix (rows, in_features), of those of its pieces."""
+    codes, scales = np.empty((shape[0], row_words(shape[1], bits)), np.uint32), np.empty(shape[0], np.float32)
+    done = 0
+    for some_codes, some_scales in pieces:
+        piece = slice(done, done + some_scales.size)
+        codes[piece], scales[piece] = some_codes, some_scales
+        done = piece.stop
+    return codes, scales
+
+
+def quantize_pieces(
+    read: Callable[[int, int], Floats],
+    shape: tuple[int, int],
+    transform: Transform | None,
+    centroids: NDArray[np.float32],
+    bits: int,
+    *,
+    spread: Spread | None = None,
+    name: str = "weight",
+    room: Room,
+) -> Iterator[Rows]:
+    """Codes and scales of a matrix of which `read` gives rows start to stop, piece by piece, in order.
+
+    How large the pieces are, `room` says; the numbers are the same for all.
+    """
+    encode, step = _encoder(shape[1], transform, centroids, bits, spread, name)
+    if transform is not None:
+        transform.rotate(np.zeros((1, transform.dim), np.float32))  # derives what the threads then share
+
+    def work(piece: tuple[int, int]) -> Rows:
+        first, end = piece
+        rows = read(first, end)
+        starts = range(0, end - first, step)
+        return joined((encode(rows[i : i + step], first + i) for i in starts), (end - first, shape[1]), bits)
+
+    yield from ordered(work, room.pieces(*shape, step), room.threads)
+
+
+def _encoder(
+    in_features: int,
+    transform: Transform | None,
+    centroids: NDArray[np.float32],
+    bits: int,
+    spread: Spread | None,
+    name: str,
+) -> tuple[Callable[[Floats, int], Rows], int]:
+    """A function from rows, of which it is told the first one's number, to codes and scales; how many to give it."""
     encoded: Callable[[NDArray[np.float32]], NDArray[Any]]
+    scalar = centroids.size == 2**bits
+    step = chunk_rows(in_features)
     if spread is not None:
         encoded, step = feedback.encoder(centroids, bits, spread)
     elif scalar:
-        encoded, step = nearest(centroids), max(1, _CHUNK // in_features)
+        encoded = nearest(centroids)
     else:
         encoded, step = trellis.encoder(centroids, bits)
     multiplier = None if transform is None or transform.d is None else (1 / transform.d).astype(np.float32)
-    if transform is not None:
-        transform.rotate(np.zeros((1, in_features), np.float32))  # derives what the threads then share
 
-    def work(start: int) -> None:
-        chunk = slice(start, min(start + step, rows))
+    def encode(rows: Floats, first: int) -> Rows:
         with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below, by its place
-            x = weight[chunk].astype(np.float32, order="C", copy=multiplier is None)
+            x = rows.astype(np.float32, order="C", copy=multiplier is None)
             if multiplier is not None:
                 x = x * multiplier
-            scales[chunk] = _normalise(x, weight[chunk], name, start)
+            scales = _normalise(x, rows, name, first)
         if transform is not None:
             x = transform.rotate(x)
         indices = encoded(x)
-        codes[chunk] = pack_unchecked((indices & (2**bits - 1)).astype(np.uint8, copy=False), bits)
+        codes = pack_unchecked((indices & (2**bits - 1)).astype(np.uint8, copy=False), bits)
         if not scalar and spread is None:
-            scales[chunk] = _refitted(scales[chunk], x, centroids[indices])
+            scales = _refitted(scales, x, centroids[indices])
+        return codes, scales
 
-    run_threads(work, range(0, rows, step), threads)
-    return codes, scales
+    return encode, step
 
 
 def _refitted(scales: NDArray[np.float32], x: NDArray[np.float32], said: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -6,13 +6,12 @@ stronger than others, and only running the model shows them. Random tokens show 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rsv_format.decoder import Decoder, Rows
-from rsv_format.dtypes import to_float32
 from rsv_format.errors import RsvError
 from rsv_format.rotation import splitmix64
 from rsv_format.sources import Source
@@ -60,15 +59,15 @@ def measured_importance(
     def observe(name: str, x: Rows) -> None:
         found[name] = np.mean(np.square(x, dtype=np.float64), axis=0)
 
-    def fetch(name: str) -> Rows | None:
+    def fetch(name: str) -> Iterable[Rows] | None:
         tensor = source.tensors.get(name)
-        return None if tensor is None else tensor.float32()
+        return None if tensor is None else tensor.pieces()
 
     try:
         embedding = source.tensors["model.embed_tokens.weight"]
         decoder = Decoder(source.config or {}, fetch, observe, window)
         with np.errstate(over="raise", invalid="raise", divide="raise"):
-            last = decoder.run(to_float32(embedding.read()[tokens], embedding.dtype), progress)
+            last = decoder.run(embedding.taken(tokens), progress)
             observe("lm_head" if "lm_head.weight" in source.tensors else "model.embed_tokens", last)
     except (LookupError, TypeError, ValueError, ArithmeticError) as e:
         if isinstance(e, RsvError):

@@ -30,6 +30,7 @@ Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Part = Callable[[int, int], "SourceTensor"]
 
+_AT_ONCE = 2**22  # weights of a piece that are in float32 together
 _CONFIGS = ("config.json", "generation_config.json")
 _POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of what Git LFS leaves in a file's place
 
@@ -83,6 +84,22 @@ class SourceTensor:
             return kept[0]
 
         return replace(self, float32=float32)
+
+    def pieces(self) -> Iterator[Floats]:
+        """The values in float32, some rows at a time, always the same; what is no matrix whole."""
+        if len(self.shape) < 2:
+            yield self.float32()
+            return
+        tensor, (rows, width) = self.held(), self.matrix_shape
+        step = max(1, _AT_ONCE // width)
+        for start in range(0, rows, step):
+            yield tensor.row_part(start, min(start + step, rows)).float32()
+
+    def taken(self, rows: npt.NDArray[np.intp]) -> Floats:
+        """Some rows of a matrix, by their numbers, float32 (rows, columns)."""
+        tensor = self.held()
+        kept = (tensor.row_part(row, row + 1).read() for row in rows.tolist())
+        return to_float32(np.concatenate([*kept]), self.dtype)
 
     def _viewed(self, shape: tuple[int, int], view: Callable[[Array], Array]) -> SourceTensor:
         whole, read, float32 = self.matrix_shape, self.read, self.float32
