@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import json
 import mmap
+import os
 import subprocess
 import sys
 import tempfile
@@ -37,15 +38,17 @@ def probe(with_trial: bool = False) -> dict[str, Any]:
         of (what was checked, what is wrong or None), empty if it was not run.
     """
     finding: dict[str, Any] = {"device": None, "zero_copy": False, "detail": "", "attempts": {}, "trial": []}
-    command = [sys.executable, "-m", "rsv_cli.adoption", *(["--trial"] if with_trial else [])]
+    # -P: no module of the working folder, which may be a model's
+    command = [sys.executable, "-P", "-m", "rsv_cli.adoption", *(["--trial"] if with_trial else [])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, env=environment, timeout=_SECONDS, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as e:
         return {**finding, "detail": f"the attempt failed: {e}"}
     try:
         finding.update(json.loads(done.stdout))
     except ValueError:
-        complaint = done.stderr.strip().splitlines()
+        complaint = done.stderr.decode(errors="replace").strip().splitlines()
         finding["detail"] = f"the attempt ended with {done.returncode}: {complaint[-1] if complaint else 'no message'}"
     return finding
 
@@ -171,4 +174,4 @@ if __name__ == "__main__":
     found = attempt()
     if "--trial" in sys.argv[1:] and "device" in found:
         found["trial"] = list(trial())
-    print(json.dumps(found))
+    sys.stdout.buffer.write(json.dumps(found).encode())  # bytes: PYTHONIOENCODING may be any

@@ -77,7 +77,8 @@ def encoding(
     """
     asked = {"path": os.fspath(Path(path).absolute()), "prompt": prompt, "chat": chat, "seconds": seconds}
     process = subprocess.Popen(
-        [sys.executable, "-m", "rsv_mlx.prompt"],
+        [sys.executable, "-P", "-m", "rsv_mlx.prompt"],  # -P: no module of the working folder, which may be a model's
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -98,15 +99,15 @@ def encoding(
 
 
 def _main() -> None:
-    asked = json.load(sys.stdin)
-    result, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints
+    asked = json.load(sys.stdin.buffer)  # bytes: PYTHONIOENCODING may be any
+    result, sys.stdout = sys.stdout.buffer, sys.stderr  # whatever a library prints
     try:
         answer: dict[str, Any] = {"tokens": _encode(**asked)}
     except RsvError as e:
         answer = {"error": [e.code, e.where, e.detail]}
     except MemoryError:
         answer = {"error": ["out_of_memory", "prompt", "the chat template or the tokenizer took too much memory"]}
-    result.write(f"\n{json.dumps(answer)}\n")
+    result.write(b"\n%s\n" % json.dumps(answer).encode())
     result.flush()
     os._exit(0)
 
