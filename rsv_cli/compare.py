@@ -16,8 +16,6 @@ from rsv_cli.options import USUAL_ORDER, Json, MaxOrder, Quiet, RsvFile, Source
 from rsv_cli.session import FAILED, session
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from rsv_format import File, Layer
     from rsv_format.sources import Source as Model
     from rsv_format.sources import SourceTensor
@@ -118,14 +116,14 @@ def _error(layer: Layer, weight: SourceTensor) -> _Error:
     from rsv_format import RsvError
 
     wanted = weight.float32().reshape(-1, layer.in_features)
-    found = layer.dequantize().reshape(-1, layer.in_features)
     error = norm = 0.0
     step = max(1, _CHUNK // layer.in_features)
-    for start in range(0, wanted.shape[0], step):
-        w = wanted[start : start + step].astype(np.float64)
-        difference = w - found[start : start + step]
-        norm += float(np.vdot(w, w))
-        error += float(np.vdot(difference, difference))
+    for rows, found in layer.dequantized_rows():
+        for start in range(0, rows.stop - rows.start, step):
+            w = wanted[rows][start : start + step].astype(np.float64)
+            difference = w - found[start : start + step]
+            norm += float(np.vdot(w, w))
+            error += float(np.vdot(difference, difference))
     if not np.isfinite(norm):
         raise RsvError("nonfinite_weight", weight.name, "the source's weight is not finite")
     if not np.isfinite(error):
@@ -134,17 +132,18 @@ def _error(layer: Layer, weight: SourceTensor) -> _Error:
 
 
 def _kept(model: Model, file: File) -> _Kept:
-    have: dict[str, tuple[str, NDArray[Any]]] = {t.name: (t.dtype, t.array) for t in file.tensors.values()}
+    have: dict[str, tuple[str, tuple[int, ...], int]] = {
+        tensor.name: (tensor.dtype, tensor.shape, tensor.offset) for tensor in file.tensors.values()
+    }  # and no array: one at a time is in memory
     for layer in file.layers.values():
-        bias = layer.bias
-        if bias is not None and layer.bias_dtype is not None:
-            have[f"{layer.name}.bias"] = layer.bias_dtype, bias
+        if layer.bias_dtype is not None:
+            have[f"{layer.name}.bias"] = layer.bias_dtype, (layer.layout.rows,), layer.parts[-1][1]
     kept = _Kept()
-    for name, (dtype, array) in have.items():
+    for name, (dtype, shape, offset) in have.items():
         tensor = model.tensors.get(name)
         if tensor is None:
             kept.only_in_file.append(name)
-        elif tensor.dtype == dtype and _same_shape(tensor, array) and _same_bytes(tensor.read(), array):
+        elif tensor.dtype == dtype and _same_shape(tensor, shape) and _same_bytes(tensor, file, offset):
             kept.equal.append(name)
         else:
             kept.different.append(name)
@@ -153,16 +152,21 @@ def _kept(model: Model, file: File) -> _Kept:
     return kept
 
 
-def _same_shape(tensor: SourceTensor, array: NDArray[Any]) -> bool:
+def _same_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> bool:
     """The bias of a stack is flat in the file."""
-    return tensor.shape == array.shape or (array.ndim == 1 and prod(tensor.shape) == array.size)
+    return tensor.shape == shape or shape == (prod(tensor.shape),)
 
 
-def _same_bytes(a: NDArray[Any], b: NDArray[Any]) -> bool:
+def _same_bytes(tensor: SourceTensor, file: File, offset: int) -> bool:
     import numpy as np
 
-    first, second = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
-    return np.array_equal(first, second)
+    wanted = np.ascontiguousarray(tensor.read()).reshape(-1).view(np.uint8)
+    start = 0
+    for piece in file.pieces(offset, "u8", wanted.size):
+        if not np.array_equal(piece, wanted[start : start + piece.size]):
+            return False
+        start += piece.size
+    return True
 
 
 def _overall(errors: list[_Error]) -> float | None:

@@ -86,17 +86,17 @@ def codes_faults(codes: NDArray[np.uint32], bits: int, in_features: int, where: 
             return
 
 
-def floats_faults(values: NDArray[np.float32] | None, where: str) -> Faults:
-    """nonfinite_value of scales or a bias."""
+def floats_faults(values: NDArray[np.float32] | None, where: str, first: int = 0) -> Faults:
+    """nonfinite_value of scales or a bias, or a piece of them that begins with the element `first`."""
     if values is not None:
-        yield from _finite(values, where)
+        yield from _finite(values, where, first)
 
 
-def _finite(values: NDArray[np.float32], where: str) -> Faults:
+def _finite(values: NDArray[np.float32], where: str, first: int = 0) -> Faults:
     finite = np.isfinite(values).reshape(-1)
     if not finite.all():
         at = int(np.argmin(finite))
-        yield RsvError("nonfinite_value", where, f"element {at} is {values.reshape(-1)[at]}")
+        yield RsvError("nonfinite_value", where, f"element {first + at} is {values.reshape(-1)[at]}")
 
 
 def _off_identity(f: NDArray[np.float32], progress: Callable[[float], None]) -> float:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, prod
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -30,12 +30,12 @@ from rsv_format.layout import LayerLayout, blobs_start, header_digest, layer_lay
 from rsv_format.limits import PROLOGUE_NBYTES, USUAL_ORDER
 from rsv_format.packing import unpack_padded, window_indices
 from rsv_format.rotation import Floats, Transform
-from rsv_format.stored import Disk, Memory, Source, stored_bytes
+from rsv_format.stored import Ahead, Memory, Source, Stored, stored_bytes
 from rsv_format.tables import html_table
 from rsv_format.validate import Blob, check_references, walk
 
 _T = TypeVar("_T")
-_ROWS_NBYTES = 8 * 2**20  # float32 rows that matmul and dequantize hold at a time
+_PIECE_NBYTES = 8 * 2**20  # of numbers that are read, or float32 rows that are made, some at a time
 
 
 def open(source: Source, *, mmap: bool = True, max_order: int | None = None) -> File:
@@ -110,13 +110,13 @@ class File:
 
     def __init__(
         self,
-        stored: Memory | Disk,
+        stored: Stored,
         header: Header,
         blobs: list[Blob],
         header_nbytes: int,
         max_order: int | None = None,
     ) -> None:
-        self._open: Memory | Disk | None = stored
+        self._open: Stored | None = stored
         self.header = header
         self.nbytes = stored.nbytes
         self.blobs = blobs
@@ -144,13 +144,19 @@ class File:
         """The same file, read by its descriptor and not through its map: if it becomes shorter, that is an error."""
         return File(self._stored.disk or self._stored, self.header, self.blobs, self.header_nbytes, self.max_order)
 
+    def in_order(self) -> File:
+        """The same file, unmapped, for one thread that reads it from its beginning to its end."""
+        disk = self._stored.disk
+        stored = self._stored if disk is None else Ahead(disk)
+        return File(stored, self.header, self.blobs, self.header_nbytes, self.max_order)
+
     def holes(self) -> int:
         """Bytes that were never written, as in a download that was begun: the system tells of them, they are zeros."""
         disk = self._stored.disk
         return 0 if disk is None else disk.holes()
 
     @property
-    def _stored(self) -> Memory | Disk:
+    def _stored(self) -> Stored:
         if self._open is None:
             raise RsvError("closed", "file", "it was closed before this was read")
         return self._open
@@ -242,8 +248,14 @@ class File:
 
     def view(self, offset: int, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
         """A read-only array of bytes of the file: where they lie, if the file is mapped."""
-        nbytes = int(np.prod(shape, dtype=object)) * NUMPY_DTYPE[dtype].itemsize
+        nbytes = prod(shape) * NUMPY_DTYPE[dtype].itemsize
         return np.frombuffer(self.read(offset, nbytes), NUMPY_DTYPE[dtype]).reshape(shape)
+
+    def pieces(self, offset: int, dtype: str, count: int) -> Iterator[NDArray[Any]]:
+        """Numbers that lie together, some at a time: (n,) arrays that have `count` together."""
+        step = _PIECE_NBYTES // NUMPY_DTYPE[dtype].itemsize
+        for start in range(0, count, step):
+            yield self.view(offset + start * NUMPY_DTYPE[dtype].itemsize, dtype, (min(step, count - start),))
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
         """Have the system read bytes that will be wanted soon, if it can be asked and has not got the first of them.
@@ -474,10 +486,15 @@ class Layer:
     def dequantize(self) -> NDArray[np.float32]:
         """Dense W in the original basis: float32 (out_features, in_features), with a leading axis if stacked."""
         out = np.empty((self.layout.rows, self.in_features), np.float32)
+        for rows, w in self.dequantized_rows():
+            out[rows] = w
+        return out if self.stack == 1 else out.reshape(self.stack, self.out_features, self.in_features)
+
+    def dequantized_rows(self) -> Iterator[tuple[slice, NDArray[np.float32]]]:
+        """Dense W some rows at a time: which of stack * out_features, and float32 (rows, in_features)."""
         transform = self.transform
         for rows, w_rot in self._rotated():
-            out[rows] = w_rot if transform is None else transform.apply_inverse(w_rot)
-        return out if self.stack == 1 else out.reshape(self.stack, self.out_features, self.in_features)
+            yield rows, w_rot if transform is None else transform.apply_inverse(w_rot)
 
     def matmul(self, x: Floats) -> NDArray[np.float32]:
         """x @ W.T + bias without W: the activation is transformed, a few rows of W_rot live at a time.
@@ -513,11 +530,12 @@ class Layer:
 
     def _rotated(self) -> Iterator[tuple[slice, NDArray[np.float32]]]:
         """W_rot by chunks of rows."""
-        scales, codebook = self.scales, self.codebook
-        step = max(1, _ROWS_NBYTES // (4 * self.in_features))
+        codebook, first = self.codebook, self.offset + self.layout.scales_offset
+        step = max(1, _PIECE_NBYTES // (4 * self.in_features))
         for start in range(0, self.layout.rows, step):
             rows = slice(start, min(start + step, self.layout.rows))
-            yield rows, codebook[window_indices(self._unpacked(rows), self.bits, self.window)] * scales[rows, None]
+            scales = self.file.view(first + 4 * start, "f32", (rows.stop - start,))
+            yield rows, codebook[window_indices(self._unpacked(rows), self.bits, self.window)] * scales[:, None]
 
     def _unpacked(self, rows: slice) -> NDArray[np.uint8]:
         return unpack_padded(self.packed_rows(rows), self.bits)[:, : self.in_features]

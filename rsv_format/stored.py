@@ -17,6 +17,7 @@ from rsv_format.errors import RsvError
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes]
 _MAX_EXTENTS = 10_000  # of data between holes that are looked at
+_AHEAD_NBYTES = 2**20  # read at once where parts are small
 
 
 class Memory:
@@ -90,6 +91,29 @@ class Disk:
         found = os.fstat(self.descriptor)
         if (found.st_size, found.st_mtime_ns) != (self.nbytes, self._modified):
             raise RsvError("io_error", "file", "it was changed while it was read")
+
+
+class Ahead:
+    """Bytes of a file that is read from its beginning to its end: small parts that lie together are read at once."""
+
+    def __init__(self, disk: Disk) -> None:
+        self.disk, self.nbytes = disk, disk.nbytes
+        self._start, self._read = 0, memoryview(b"")
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Some of the bytes, read into memory that is not written to again."""
+        if nbytes > _AHEAD_NBYTES // 4:
+            return self.disk.view(offset, nbytes)
+        if not self._start <= offset <= offset + nbytes <= self._start + self._read.nbytes:
+            self._start, self._read = offset, self.disk.view(offset, min(_AHEAD_NBYTES, self.nbytes - offset))
+        return self._read[offset - self._start : offset - self._start + nbytes]
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """A copy of some of the bytes."""
+        self.disk.read_into(offset, out)
+
+
+Stored = Memory | Disk | Ahead
 
 
 def stored_bytes(source: Source, mmap: bool) -> Memory | Disk:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from rsv_format.dtypes import to_float32
 from rsv_format.errors import RsvError
 from rsv_format.layout import blobs_start
 from rsv_format.limits import USUAL_HOLES
@@ -71,7 +72,7 @@ def verify(
         detail = f"{holes} of its {source.nbytes} bytes were never written; max_holes is {max_holes}, and can be raised"
         raise RsvError("over_limit", "file", detail)
     faults = []
-    for fault in _faults(source.unmapped(), progress or (lambda done, total, name: None)):
+    for fault in _faults(source.in_order(), progress or (lambda done, total, name: None)):
         if not collect:
             raise fault
         faults.append(fault)
@@ -120,9 +121,10 @@ def _sha256(file: File, blob: Blob, progress: Progress) -> str:
 
 
 def _gap(file: File, start: int, stop: int) -> Faults:
-    gap = np.frombuffer(file.read(start, stop - start), np.uint8)
-    if gap.any():
-        yield RsvError("padding_nonzero", f"byte {start + int(np.argmax(gap != 0))}", "padding must be zero")
+    gap = file.read(start, stop - start)
+    if gap != bytes(gap.nbytes):
+        first = int(np.argmax(np.frombuffer(gap, np.uint8) != 0))
+        yield RsvError("padding_nonzero", f"byte {start + first}", "padding must be zero")
 
 
 def _codes(layer: Layer, where: str) -> Faults:
@@ -133,6 +135,16 @@ def _codes(layer: Layer, where: str) -> Faults:
         for fault in codes_faults(layer.packed_rows(rows), layer.bits, layer.in_features, where):
             yield fault
             return
+
+
+def _floats(file: File, offset: int, dtype: str, count: int, where: str) -> Faults:
+    """The first fault of scales or a bias, some at a time."""
+    first = 0
+    for values in file.pieces(offset, dtype, count):
+        for fault in floats_faults(to_float32(values, dtype), where, first):
+            yield fault
+            return
+        first += values.size
 
 
 def _content(file: File, blob: Blob, where: str, progress: Progress) -> Faults:
@@ -153,5 +165,5 @@ def _content(file: File, blob: Blob, where: str, progress: Progress) -> Faults:
         for end, (_, offset, _) in zip(ends[:-1], layer.parts[1:], strict=True):
             yield from _gap(file, end, offset)
         yield from _codes(layer, where)
-        yield from floats_faults(layer.scales, f"{where} scales")
-        yield from floats_faults(layer.bias_float32(), f"{where} bias")
+        for (part, offset, _), dtype in zip(layer.parts[1:], ("f32", layer.bias_dtype or ""), strict=False):
+            yield from _floats(file, offset, dtype, layer.layout.rows, f"{where} {part}")

@@ -418,3 +418,28 @@ def test_a_sound_file_of_every_width(tmp_path: Any) -> None:
         layers = [make_layer(bits, f"l{n}", bits, 3, n, stack=2, bias="bf16") for n in (1, 31, 32, 33, 64)]
         rsv_format.write(tmp_path / "a", layers=layers)
         assert rsv_format.verify(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize(
+    "part, blob, at, element",
+    [("scales", LAYER_A, SCALES, 0), ("scales", LAYER_A, SCALES + 4, 1), ("bias", LAYER_A, BIAS + 2, 1)],
+)
+def test_elements_of_pieces(part: str, blob: int, at: int, element: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rsv_format.reader._PIECE_NBYTES", 4)
+    data = f4(np.nan) if part == "scales" else b"\x00\x7c"
+    (fault,) = rsv_format.verify(patched(blob, at, data), collect=True)
+    assert fault.where.endswith(f" {part}") and fault.detail.startswith(f"element {element} ")
+
+
+def test_a_file_read_in_order_is_the_same(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = small_file()
+    (tmp_path / "a.rsv").write_bytes(data)
+    rng = np.random.default_rng(0)
+    for together in (64, 2**20):
+        monkeypatch.setattr("rsv_format.stored._AHEAD_NBYTES", together)
+        with rsv_format.open(tmp_path / "a.rsv") as opened:
+            file = opened.in_order()
+            for offset in rng.integers(0, len(data), 300).tolist():
+                nbytes = int(rng.integers(0, min(100, len(data) - offset) + 1))
+                assert file.read(offset, nbytes) == data[offset : offset + nbytes]
+            assert file.buffer == data
