@@ -5,6 +5,7 @@ For statistics and for measuring quality, not for speed. Left out: position scal
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rsv_format.errors import RsvError
 
 Rows = NDArray[np.float32]
 Fetch = Callable[[str], Iterable[Rows] | None]
@@ -37,6 +40,18 @@ _FAMILIES: dict[str, _Family] = {
     "gemma2": _Family(1.0, True, True, True),
     "gemma3_text": _Family(1.0, True, True, True),
 }
+
+
+@contextlib.contextmanager
+def running(code: str, where: str) -> Iterator[None]:
+    """Around a decoder: what a config or tensors that do not fit it make Python and numpy raise is one error."""
+    try:
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what is not finite is refused at the end
+            yield
+    except RsvError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
+        raise RsvError(code, where, f"{type(e).__name__}: {e}") from e
 
 
 class Decoder:

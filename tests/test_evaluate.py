@@ -139,6 +139,17 @@ def test_the_command_prints_numbers_and_json(folder: Path, file: Path, tmp_path:
     assert found["bits_per_weight"] == rsv_format.summarize(file).bits_per_weight
 
 
+def test_rotations_that_take_long_must_be_asked_for(folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    rsv_format.quantize(folder, tmp_path / "haar.rsv", rotation="haar", importance="none", bits=8)
+    arguments = ["--text", text, "-n", 16, "--window", 16, "--max-order"]
+    for source in (folder, changed(folder, tmp_path / "mlx", rope_scaling={"type": "linear", "factor": 2.0})):
+        shown = rsv("evaluate", source, tmp_path / "haar.rsv", *arguments, 63, code=1).output
+        assert shown.startswith("error[over_limit]") and "max_order is 63" in shown
+        rsv("evaluate", source, tmp_path / "haar.rsv", *arguments, 5000)
+
+
 def changed(folder: Path, to: Path, **config: object) -> Path:
     to.mkdir()
     for path in folder.iterdir():

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from rsv_format.decoder import Decoder, Rows
+from rsv_format.decoder import Decoder, Rows, running
 from rsv_format.errors import RsvError
 from rsv_format.quantizer.evaluation import check_family, encode_text
 from rsv_format.sources import Source
@@ -57,8 +57,9 @@ class Moments:
             raise RsvError("source_invalid", source.path, "its embedding table does not have these tokens")
         self._source, self._found, self._reached = source, dict[str, NDArray[np.float32]](), -1
         self._last: tuple[Rows, NDArray[np.float32]] | None = None
-        embedded = embedding.taken(tokens)
-        self._steps = Decoder(source.config or {}, self._fetched, self._observe, WINDOW).steps(embedded)
+        with running("source_invalid", source.path):
+            embedded = embedding.taken(tokens)
+            self._steps = Decoder(source.config or {}, self._fetched, self._observe, WINDOW).steps(embedded)
 
     def of(self, name: str) -> NDArray[np.float32] | None:
         """The mean of x' x over the tokens, float32 (in_features, in_features); None for a layer that is not seen.
@@ -72,12 +73,9 @@ class Moments:
         """
         while self._reached < block_of(name):
             self._found.clear()
-            try:
-                next(self._steps)
-            except StopIteration:
-                break
-            except (LookupError, TypeError, ValueError, ArithmeticError) as e:
-                raise RsvError("source_invalid", self._source.path, f"{type(e).__name__}: {e}") from e
+            with running("source_invalid", self._source.path):
+                if next(self._steps, None) is None:
+                    break
             self._reached += 1
             self._last = None
         return self._found.get(name)

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rsv_format.decoder import Decoder, Fetch, Rows
+from rsv_format.decoder import Decoder, Fetch, Rows, running
 from rsv_format.errors import RsvError
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
 from rsv_format.sources import Source, open_source
+from rsv_format.sources.base import reading
 
 TOKENS, WINDOW = 4096, 512
 _SPANS = 4  # parts of a window that are told apart: early tokens have little context
@@ -93,6 +94,7 @@ def evaluate(
     text: str | None = None,
     tokens: int = TOKENS,
     window: int = WINDOW,
+    max_order: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Run a decoder and its quantized form over a text, in numpy, one matrix in memory at a time.
@@ -109,6 +111,8 @@ def evaluate(
         How many to predict at most.
     window : int
         Tokens of context at most: the text is cut into pieces of so many.
+    max_order : int, optional
+        As `rsv_format.open`, for a file that it opens.
     progress : callable(done, total, name), optional
 
     Raises
@@ -119,14 +123,18 @@ def evaluate(
     """
     if not isinstance(source, Source):
         with open_source(source) as opened:
-            return evaluate(opened, file, text=text, tokens=tokens, window=window, progress=progress)
+            return evaluate(
+                opened, file, text=text, tokens=tokens, window=window, max_order=max_order, progress=progress
+            )
     if not isinstance(file, File):
-        with open_file(file, mmap=False) as read:
+        with open_file(file, mmap=False, max_order=max_order) as read:
             return evaluate(source, read, text=text, tokens=tokens, window=window, progress=progress)
     config = source.config or {}
     check_family(config, window)
     inputs, targets = text_windows(*encode_text(source, default_text() if text is None else text), tokens, window)
-    told, blocks = progress or (lambda done, total, name: None), int(config["num_hidden_layers"])
+    told = progress or (lambda done, total, name: None)
+    with running("source_invalid", source.path):
+        blocks = int(config["num_hidden_layers"])
     total = 2 * blocks + _HEAD_STEPS
     sides = []
     for side, fetch in enumerate((_of_source(source), _of_file(file))):
@@ -134,16 +142,15 @@ def evaluate(
         def block_told(done: int, _: int, name: str, before: int = side * blocks) -> None:
             told(before + done, total, name)
 
-        try:
+        with running(*(("source_invalid", source.path) if side == 0 else ("missing_layer", "file"))):
             embedding = _whole(fetch, "model.embed_tokens.weight")
             if embedding is None:
                 raise KeyError("model.embed_tokens.weight")
             hidden = Decoder(config, fetch, window=window).run(embedding[inputs], block_told)
             head = _whole(fetch, "lm_head.weight")
-        except (KeyError, TypeError, ValueError, IndexError) as e:
-            where = source.path if side == 0 else "file"
-            raise RsvError("source_invalid" if side == 0 else "missing_layer", where, f"{type(e).__name__}: {e}") from e
-        sides.append((hidden, embedding if head is None else head))
+            head = embedding if head is None else head
+            _ = hidden[:1] @ head.T  # they fit
+        sides.append((hidden, head))
 
     def logits() -> Iterator[tuple[Logits, Logits, slice]]:
         step = max(1, _TOGETHER // sides[0][1].shape[0])
@@ -256,11 +263,15 @@ def check_family(config: Mapping[str, Any], window: int) -> None:
         unsupported_model.
     """
     kind = config.get("model_type")
-    if kind not in _EXACT:
+    if not isinstance(kind, str) or kind not in _EXACT:
         raise RsvError("unsupported_model", "config.json", f"model_type {kind!r} is not one that numpy runs in full")
     for name in ("rope_scaling", "rope_parameters"):
         scaling = config.get(name) or {}
-        if any(key not in _POSITIONS for key in scaling) or scaling.get("rope_type", "default") != "default":
+        if (
+            not isinstance(scaling, Mapping)
+            or any(key not in _POSITIONS for key in scaling)
+            or scaling.get("rope_type", "default") != "default"
+        ):
             raise RsvError("unsupported_model", "config.json", f"{name} is not known to numpy's forward pass")
     sliding = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     if isinstance(sliding, int) and sliding < window:
@@ -276,12 +287,10 @@ def encode_text(source: Source, text: str) -> tuple[list[int], int | None]:
         from tokenizers import Tokenizer
     except ImportError as e:
         raise RsvError("missing_dependency", "tokenizers", f"{e}: pip install 'rsv-format[sources]'") from e
-    try:
+    with reading("tokenizer.json"):
         tokenizer = Tokenizer.from_str(attached[1].decode())
         begin = tokenizer.encode("").ids
         return tokenizer.encode(text, add_special_tokens=False).ids, begin[0] if begin else None
-    except Exception as e:  # the library promises no type
-        raise RsvError("source_invalid", "tokenizer.json", f"{type(e).__name__}: {e}") from e
 
 
 def _of_source(source: Source) -> Fetch:
