@@ -35,6 +35,9 @@ def test_pointers_of_git_lfs(tmp_path: Path, file: str) -> None:
         (tmp_path / "model-00001-of-00001.safetensors").rename(tmp_path / "model.safetensors")
     (tmp_path / file).write_bytes(POINTER)
     refuses("source_invalid", lambda: open_source(tmp_path), f"{file}: is a Git LFS pointer")
+    if file.startswith("tokenizer"):
+        with open_source(tmp_path, tokenizer=False) as source:
+            assert set(source.attachments) == {"config.json"}
     if file == "model.safetensors":
         refuses("source_invalid", lambda: open_source(tmp_path / file), "git lfs pull")
 

@@ -63,9 +63,9 @@ def _open(path: Path, spec: str, tokenizer: bool) -> Source:
     if path.is_dir():
         if not any(path.glob("*.safetensors")) and (models := gguf_reader.gguf_models(path)):
             raise RsvError("source_unsupported", spec, f"is a folder: give the GGUF file in it, {' or '.join(models)}")
-        return safetensors.open_folder(path)
+        return safetensors.open_folder(path, tokenizer=tokenizer)
     if path.suffix.lower() == ".safetensors":
-        return safetensors.open_file(path)
+        return safetensors.open_file(path, tokenizer=tokenizer)
     if path.suffix.lower() == ".gguf" or gguf_reader.is_gguf(path):
         return gguf.open_file(path, tokenizer=tokenizer)
     raise RsvError("source_unsupported", str(path), "is neither a safetensors nor a GGUF file, nor a model folder")

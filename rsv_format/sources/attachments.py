@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,12 @@ _TOLD = ("*.py", "*token*", "*vocab*", "adapter*", "modules.json", "*sentence_*.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,254}")  # SPEC section 9
 
 
-def beside(folder: Path, config: dict[str, Any]) -> tuple[Attachments, tuple[str, ...]]:
+def beside(
+    folder: Path, config: dict[str, Any], names: Container[str] | None = None
+) -> tuple[Attachments, tuple[str, ...]]:
     """The attachments of a model's folder, its config as given, and the files that are left out.
+
+    Where `names` is given, no others are read.
 
     Raises
     ------
@@ -52,6 +57,8 @@ def beside(folder: Path, config: dict[str, Any]) -> tuple[Attachments, tuple[str
         files = sorted(path for path in [*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*")] if path.is_file())
     for path in files:
         name = path.relative_to(folder).as_posix()
+        if names is not None and name not in names:
+            continue
         kind = next((kind for pattern, kind in ATTACHED.items() if fnmatch.fnmatchcase(path.name, pattern)), None)
         if kind is not None and "/" not in name and _NAME.fullmatch(name) and name.lower() not in taken:
             attachments[name] = kind, read_bytes(path)

@@ -31,7 +31,7 @@ Floats = npt.NDArray[np.float32]
 Part = Callable[[int, int], "SourceTensor"]
 
 _AT_ONCE = 2**22  # weights of a piece that are in float32 together
-_CONFIGS = ("config.json", "generation_config.json")
+CONFIGS = ("config.json", "generation_config.json")
 _POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of what Git LFS leaves in a file's place
 
 
@@ -194,7 +194,7 @@ class Source:
 
     def without_tokenizer(self) -> Source:
         """The same with no attachments but the config and the settings for generation."""
-        kept = {name: self.attachments[name] for name in _CONFIGS if name in self.attachments}
+        kept = {name: self.attachments[name] for name in CONFIGS if name in self.attachments}
         return replace(self, attachments=kept, left_out=())
 
     def check_unchanged(self) -> None:
@@ -331,11 +331,13 @@ def reading(where: str) -> Iterator[None]:
     """Around a third-party reader: OSError becomes `io_error`, all else that it raises `source_invalid`."""
     try:
         yield
-    except RsvError:
+    except (RsvError, MemoryError):
         raise
     except OSError as error:
         raise RsvError("io_error", where, error.strerror or str(error)) from error
-    except Exception as error:  # the readers promise no exception type for malformed input
+    except BaseException as error:  # the readers promise no exception type for malformed input
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's is no Exception
+            raise
         raise RsvError("source_invalid", where, f"{type(error).__name__}: {error}") from error
 
 

@@ -18,6 +18,7 @@ from rsv_format.dtypes import NUMPY_DTYPE, to_float32
 from rsv_format.errors import RsvError
 from rsv_format.sources import attachments, completeness, conv1d, foreign, mlx_affine, scaled, settings
 from rsv_format.sources.base import (
+    CONFIGS,
     Floats,
     Source,
     SourceFile,
@@ -36,7 +37,7 @@ _DTYPES = {
 }  # fmt: skip
 
 
-def open_file(path: Path) -> Source:
+def open_file(path: Path, *, tokenizer: bool = True) -> Source:
     """One .safetensors file; the config and tokenizer are those beside it, if a config.json is.
 
     Raises
@@ -48,10 +49,10 @@ def open_file(path: Path) -> Source:
         detail = f"is one of several files, and {missing[0]} is another: give their folder"
         raise RsvError("source_invalid", str(path), detail)
     file = SourceFile(path)
-    return _with_config("safetensors", path, read_file(file), (file,), path.parent)
+    return _with_config("safetensors", path, read_file(file), (file,), path.parent, tokenizer)
 
 
-def open_folder(path: Path) -> Source:
+def open_folder(path: Path, *, tokenizer: bool = True) -> Source:
     """A Hugging Face or MLX-quantized model folder.
 
     Raises
@@ -74,7 +75,7 @@ def open_folder(path: Path) -> Source:
     for name, held in (weight_map or {}).items():
         if name not in tensors:
             raise RsvError("source_invalid", str(path / INDEX), f"{held} has no tensor {name!r}")
-    return _with_config("folder", path, tensors, files, path)
+    return _with_config("folder", path, tensors, files, path, tokenizer)
 
 
 def read_file(file: SourceFile) -> dict[str, SourceTensor]:
@@ -124,7 +125,12 @@ def _tensor(
 
 
 def _with_config(
-    kind: str, path: Path, tensors: dict[str, SourceTensor], files: tuple[SourceFile, ...], folder: Path
+    kind: str,
+    path: Path,
+    tensors: dict[str, SourceTensor],
+    files: tuple[SourceFile, ...],
+    folder: Path,
+    tokenizer: bool,
 ) -> Source:
     """What the tensors mean in the light of the config beside them: dense ones of a whole model."""
     where, has_config = str(path), (folder / "config.json").exists()
@@ -142,5 +148,5 @@ def _with_config(
     completeness.check_whole(tensors, config, where)
     if config.get("model_type") == "gpt2":
         tensors = conv1d.turned(tensors, config)
-    attached, left_out = attachments.beside(folder, config)
+    attached, left_out = attachments.beside(folder, config, None if tokenizer else CONFIGS)
     return stack_experts(Source(kind, where, tensors, config, attached, files, left_out))
