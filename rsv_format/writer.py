@@ -121,12 +121,13 @@ def write(
     attachments: Mapping[str, AttachmentData] | None = None,
     metadata: Mapping[str, str] | None = None,
     extensions: Mapping[str, Any] | None = None,
+    inputs: Iterable[str | os.PathLike[str]] = (),
     force: bool = False,
 ) -> None:
     """Write content that is at hand, canonically: equal content gives equal bytes.
 
-    Equal codebooks and equal transforms are stored once, whether or not they are the same objects. `force` is
-    `Writer`'s.
+    Equal codebooks and equal transforms are stored once, whether or not they are the same objects. `inputs` and
+    `force` are `Writer`'s.
 
     Raises
     ------
@@ -167,7 +168,7 @@ def write(
         (),
         dict(extensions or {}),
     )
-    with Writer(path, header, force=force) as writer:
+    with Writer(path, header, inputs=inputs, force=force) as writer:
         for i, user in enumerate(codebooks.items):
             writer.codebook(i, user.codebook)
         for i, t in enumerate(transforms.items):
@@ -289,6 +290,8 @@ class Writer:
         With digests of any value, its entries in any order; the tables are addressed by the position that
         they have in it. Equal codebooks and transforms must have been merged by the caller. Half of a surrogate
         pair in a value of the metadata becomes U+FFFD.
+    inputs : paths
+        What the content comes from, and never replaced: files, and folders with the files in them.
     force : bool
         Replace a file that is not RSV, or write-protected; but never a model in another format.
 
@@ -299,8 +302,15 @@ class Writer:
         and reference phases. SPEC section 11.
     """
 
-    def __init__(self, path: str | os.PathLike[str], header: Header, *, force: bool = False) -> None:
-        self._output = Output(path, RSV_FILE, force=force)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        header: Header,
+        *,
+        inputs: Iterable[str | os.PathLike[str]] = (),
+        force: bool = False,
+    ) -> None:
+        self._output = Output(path, RSV_FILE, inputs=inputs, force=force)
         self._file: FileIO | None = None
         given = _checked(header)
         header = arrange(given)

@@ -93,6 +93,7 @@ def save(
         },
         attachments=_attachments(model, config, None if tokenizer_from is None else Path(tokenizer_from)),
         metadata={"generator": f"rsv-format {rsv_format.__version__}", **(metadata or {})},
+        inputs=[] if tokenizer_from is None else [tokenizer_from],
         force=force,
     )
 

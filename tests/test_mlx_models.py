@@ -609,6 +609,10 @@ def test_saving_any_module(tmp_path: Path) -> None:
         rsv_mlx.save(box, again)
     with pytest.raises(RsvError, match="io_error"):
         rsv_mlx.save(other, again, tokenizer_from=tmp_path / "nowhere")
+    for force in (False, True):  # a file that is read, and one beside it
+        with pytest.raises(RsvError, match="bad_argument.*input's"):
+            (tmp_path / "config.json").write_text("{}")
+            rsv_mlx.save(other, tmp_path / "config.json", tokenizer_from=tmp_path, force=force)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(RsvError, match="source_invalid.*config.json"):
         rsv_mlx.save(other, again, tokenizer_from=tmp_path)
