@@ -2,10 +2,10 @@
 
 Modules, bottom up:
 
-- terminal: consoles, JSON, progress;  session: errors, signals and closed pipes to exit codes
+- terminal: consoles, JSON, progress
 - options: arguments that commands share;  texts: files of text
-- describe: sizes, names and transforms in words;  files: how one is read, what a killed run has left
-- complete: names for a shell
+- describe: sizes, names and transforms in words;  files: how one is read;  leftovers: of runs that were killed
+- session: errors, signals and closed pipes to exit codes;  complete: names for a shell
 - quantize, calibrate, convert, inspect, ls, cat, diff, compare, evaluate, export, generate, doctor (with adoption):
   one command or pair each
 - app: the commands under one name
@@ -13,6 +13,7 @@ Modules, bottom up:
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
@@ -49,11 +50,15 @@ def run() -> None:
             code = e.code
         sys.stdout.flush()
     except OSError as e:
-        from rsv_cli.session import PIPE_CLOSED, hush
+        from rsv_cli.session import PIPE_CLOSED
 
-        hush(sys.stdout)  # or Python would complain of it once more, at its exit
         if e.errno == errno.EPIPE:
             code = PIPE_CLOSED
         elif not code:
             code = f"error[io_error] standard output: {e.strerror or e}"  # and 1
-    sys.exit(code)  # type: ignore[arg-type]
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
+    os._exit(code or 0)  # type: ignore[arg-type]  # Python's own ending takes a while, in which a signal says nothing true

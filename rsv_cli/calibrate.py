@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,8 +10,8 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.files import tell_leftovers
-from rsv_cli.options import Force, Quiet
+from rsv_cli.leftovers import tell_leftovers_beside
+from rsv_cli.options import USUAL_ORDER, Force, MaxOrder, Quiet
 from rsv_cli.session import is_interrupt, mlx_module, scratch, session
 from rsv_cli.texts import read_text
 
@@ -34,6 +35,7 @@ def calibrate(
         int, typer.Option("--tokens", "-n", min=1, help="Stop after so many. They take as long as a prompt of so many.")
     ] = 4096,
     chunk: Annotated[int, typer.Option("--chunk", min=2, help="Tokens run together, from no context.")] = 512,
+    max_order: MaxOrder = USUAL_ORDER,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
@@ -46,16 +48,16 @@ def calibrate(
 
     Example: [bold cyan]rsv calibrate ./Qwen2.5-0.5B --text notes.txt -o imatrix.gguf --tokens 8192[/bold cyan]
     """
-    with session(), scratch():
+    with session(), scratch(quiet):
         from rsv_format.outputs import check
         from rsv_format.sources.imatrix import IMATRIX, save_imatrix
 
-        tell_leftovers(output, quiet)
+        tell_leftovers_beside(output, quiet)
         check(output, IMATRIX, inputs=[model, text], force=force)
         words = read_text(text)
         mlx = mlx_module("rsv_mlx.calibrate")
         with terminal.waiting("loading", quiet=quiet):
-            loaded, tokenizer = mlx.load_anything(model)
+            loaded, tokenizer = mlx.load_anything(model, max_order=max_order)
             check(output, IMATRIX, force=force, nbytes=mlx.counts_nbytes(loaded))
             ids, bos = mlx.encode(tokenizer, words, tokens)
         mlx.check_tokens(loaded, ids)
@@ -73,7 +75,7 @@ def calibrate(
             except KeyboardInterrupt as e:
                 if not found or not is_interrupt(e):
                     raise
-                interrupted = e
+                interrupted = e if done < len(ids) else None
         chunks = -(-done // (chunk - (bos is not None)))
         save_imatrix(output, found, datasets=[text.name], chunks=chunks, chunk_size=chunk, force=force)
         if not quiet:
@@ -84,4 +86,5 @@ def calibrate(
             )
             terminal.stdout().print(line, soft_wrap=True)
         if interrupted is not None:
+            sys.stdout.flush()
             raise interrupted

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.files import tell_leftovers
+from rsv_cli.leftovers import tell_leftovers_beside
 from rsv_cli.options import USUAL_ORDER, Force, Json, MaxOrder, Quiet
 from rsv_cli.session import session
 
@@ -43,7 +43,7 @@ def convert(
         from rsv_format.summary import summarize
         from rsv_format.upgrade import convert as take_over
 
-        tell_leftovers(output, quiet)
+        tell_leftovers_beside(output, quiet)
         with terminal.progress("converting", quiet=quiet) as told:
             what = take_over(source, output, force=force, max_order=max_order, progress=told)
         summary = summarize(output)

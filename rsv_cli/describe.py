@@ -33,6 +33,15 @@ def _scaled(number: float, units: tuple[str, ...]) -> str:
     return f"{number:.{decimals}f} {unit}"
 
 
+def age(seconds: float) -> str:
+    """As "3 hours"."""
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            number = int(seconds / length)
+            return f"{number} {unit}{'s' if number > 1 else ''}"
+    return "seconds"
+
+
 def percent(part: float, whole: float) -> str:
     """As "86.1 %"."""
     return f"{100 * part / whole:.1f} %" if whole else "-"

@@ -43,7 +43,7 @@ def doctor(
 
     Example: [bold cyan]rsv doctor --zero-copy[/bold cyan]
     """
-    with session(as_json), scratch():
+    with session(as_json), scratch(quiet=as_json):
         from rsv_cli.adoption import probe
 
         tree: dict[str, Any] = {

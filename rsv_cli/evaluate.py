@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from rsv_cli import describe, terminal
-from rsv_cli.options import Json, Quiet, RsvFile, Source
+from rsv_cli.options import USUAL_ORDER, Json, MaxOrder, Quiet, RsvFile, Source
 from rsv_cli.session import mlx_module, scratch, session
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def evaluate(
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Predict so many at most.")] = 4096,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens of context at most.")] = 512,
+    max_order: MaxOrder = USUAL_ORDER,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
@@ -42,14 +43,14 @@ def evaluate(
 
     Example: [bold cyan]rsv evaluate ./Qwen2.5-0.5B qwen.rsv --text notes.txt[/bold cyan]
     """
-    with session(as_json), scratch():
+    with session(as_json), scratch(quiet):
         import rsv_format
         from rsv_cli.texts import read_text
 
         words = None if text is None else read_text(text)
         summary = rsv_format.summarize(file)
         with terminal.progress("evaluating", quiet=quiet) as told:
-            found = _evaluated(source, file, told, text=words, tokens=tokens, window=window)
+            found = _evaluated(source, file, told, text=words, tokens=tokens, window=window, max_order=max_order)
         if as_json:
             sizes = {"nbytes": summary.nbytes, "bits_per_weight": summary.bits_per_weight}
             terminal.write_json({"source": source, "file": str(file), **sizes, **asdict(found)})

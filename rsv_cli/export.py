@@ -17,15 +17,19 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.files import opened_file, tell_leftovers
+from rsv_cli.files import opened_file
+from rsv_cli.leftovers import tell_leftovers_beside
 from rsv_cli.options import USUAL_ORDER, Force, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import session
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
-    from rsv_format import Attachment, File
+    from rsv_format import Attachment, File, Layer
     from rsv_format.replaceable import Kind
+
+    _Pieces = Callable[[], Iterator[NDArray[Any]]]
 
 _GENERATOR = "rsv export"
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -47,7 +51,7 @@ class _Item:
     dtype: str  # RSV's name
     shape: tuple[int, ...]
     nbytes: int
-    read: Callable[[], NDArray[Any]]
+    pieces: _Pieces  # its elements in order, some at a time
 
 
 def export(
@@ -69,7 +73,7 @@ def export(
     """Turn a file back into dense weights.
 
     Every layer is dequantized and rotated back to its original basis, under the name that it had: the result
-    loads wherever the source did, or in mlx-lm where experts were stacked. One layer at a time is in memory. The
+    loads wherever the source did, or in mlx-lm where experts were stacked. Some rows at a time are in memory. The
     file is verified first. With [bold]rsv extract[/bold] into the same folder, config and tokenizer come along and
     make it a Hugging Face folder.
 
@@ -81,7 +85,7 @@ def export(
         import rsv_format
         from rsv_format.outputs import Output, check, write_all
 
-        tell_leftovers(output, quiet)
+        tell_leftovers_beside(output, quiet)
         with opened_file(file, max_order=max_order) as opened:
             items = sorted(_items(opened, dtype), key=lambda item: (-_itemsize(item.dtype), item.name))
             header = _header(items)
@@ -97,9 +101,11 @@ def export(
                 write_all(out, header)
                 done = 0
                 for item in items:
-                    told(done, total, item.name)
-                    write_all(out, np.ascontiguousarray(item.read()).reshape(-1).view(np.uint8).data)
-                    done += item.nbytes
+                    for piece in item.pieces():
+                        told(done, total, item.name)
+                        data = np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
+                        write_all(out, data)
+                        done += data.nbytes
                 opened.check_unchanged()
         if not quiet:
             line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(str(output))}  {describe.size(total)}")
@@ -128,21 +134,27 @@ def extract(
     with session():
         from rsv_format import RsvError, outputs
 
-        tell_leftovers(output / "any", quiet)
+        tell_leftovers_beside(output / "any", quiet)
         with opened_file(file) as opened, contextlib.ExitStack() as stack:
             chosen = [_attachment(opened, name) for name in dict.fromkeys(names or opened.attachments)]
             if not chosen:
                 raise RsvError("missing_attachment", str(file), "nothing is attached")
             stack.enter_context(outputs.folder(output))
-            files = [outputs.Output(output / item.name, inputs=[file], force=force) for item, _ in chosen]
-            for item, _ in chosen[:1]:
-                room = sum(item.nbytes for item, _ in chosen)
+            files = [outputs.Output(output / item.name, inputs=[file], force=force) for item in chosen]
+            for item in chosen[:1]:
+                room = sum(item.nbytes for item in chosen)
                 outputs.check(output / item.name, inputs=[file], force=force, nbytes=room)
-            for whole, (item, data) in zip(files, chosen, strict=True):
+            for whole, item in zip(files, chosen, strict=True):
                 stack.callback(whole.discard)
-                outputs.write_all(whole.open(item.nbytes), data)
+                out, digest = whole.open(item.nbytes), hashlib.sha256()
+                for piece in opened.pieces(item.offset, "u8", item.nbytes):
+                    outputs.write_all(out, piece.data)
+                    digest.update(piece.data)
+                if digest.hexdigest() != item.blob.sha256:
+                    detail = "the bytes are not those that were written"
+                    raise RsvError("blob_digest_mismatch", f"attachment {item.name}", detail)
             outputs.commit(*files)
-        for item, _ in chosen if not quiet else ():
+        for item in chosen if not quiet else ():
             line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(str(output / item.name))}")
             line.append(f"  {describe.size(item.nbytes)}")
             terminal.stdout().print(line, soft_wrap=True)
@@ -155,18 +167,13 @@ def _exported() -> Kind:
     return Kind("an export of this program", lambda head: f'"generator":"{_GENERATOR}"'.encode() in head)
 
 
-def _attachment(file: File, name: str) -> tuple[Attachment, memoryview]:
-    """An attachment, and its bytes, which are those that were written."""
+def _attachment(file: File, name: str) -> Attachment:
     from rsv_format import RsvError
 
     if name not in file.attachments:
         known = ", ".join(file.attachments) or "none"
         raise RsvError("missing_attachment", name, f"the file has {known}")
-    item = file.attachments[name]
-    data = item.data
-    if hashlib.sha256(data).hexdigest() != item.blob.sha256:
-        raise RsvError("blob_digest_mismatch", f"attachment {name}", "the bytes are not those that were written")
-    return item, data
+    return file.attachments[name]
 
 
 def _items(file: File, dtype: Dtype | None) -> Iterator[_Item]:
@@ -176,25 +183,32 @@ def _items(file: File, dtype: Dtype | None) -> Iterator[_Item]:
     for layer in file.layers.values():
         sides = (layer.out_features, layer.in_features)
         shape = sides if layer.stack == 1 else (layer.stack, *sides)
-        yield _item(f"{layer.name}.weight", forced or "f32", shape, layer.dequantize)
+        yield _item(f"{layer.name}.weight", forced or "f32", shape, partial(_rows, layer))
         if layer.bias_dtype is not None:
-            yield _kept(f"{layer.name}.bias", layer.bias_dtype, shape[:-1], forced, partial(getattr, layer, "bias"))
+            read = partial(file.pieces, layer.parts[-1][1], layer.bias_dtype, layer.layout.rows)
+            yield _kept(f"{layer.name}.bias", layer.bias_dtype, shape[:-1], forced, read)
     for tensor in file.tensors.values():
         target = forced if tensor.dtype in FLOAT_DTYPES else None
-        yield _kept(tensor.name, tensor.dtype, tensor.shape, target, partial(getattr, tensor, "array"))
+        read = partial(file.pieces, tensor.offset, tensor.dtype, prod(tensor.shape))
+        yield _kept(tensor.name, tensor.dtype, tensor.shape, target, read)
 
 
-def _kept(name: str, dtype: str, shape: tuple[int, ...], forced: str | None, read: Callable[[], Any]) -> _Item:
+def _rows(layer: Layer) -> Iterator[NDArray[np.float32]]:
+    return (w for _, w in layer.dequantized_rows())
+
+
+def _kept(name: str, dtype: str, shape: tuple[int, ...], forced: str | None, read: _Pieces) -> _Item:
     from rsv_format.dtypes import to_float32
 
     if forced is None or forced == dtype:
         return _Item(name, dtype, shape, prod(shape) * _itemsize(dtype), read)
-    return _item(name, forced, shape, lambda: to_float32(read(), dtype))
+    return _item(name, forced, shape, lambda: (to_float32(piece, dtype) for piece in read()))
 
 
-def _item(name: str, dtype: str, shape: tuple[int, ...], read: Callable[[], NDArray[Any]]) -> _Item:
+def _item(name: str, dtype: str, shape: tuple[int, ...], read: _Pieces) -> _Item:
     """A tensor that is float32 in memory."""
-    return _Item(name, dtype, shape, prod(shape) * _itemsize(dtype), lambda: _from_float32(read(), dtype, name))
+    nbytes = prod(shape) * _itemsize(dtype)
+    return _Item(name, dtype, shape, nbytes, lambda: (_from_float32(piece, dtype, name) for piece in read()))
 
 
 def _from_float32(values: NDArray[Any], dtype: str, name: str) -> NDArray[Any]:

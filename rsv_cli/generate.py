@@ -41,7 +41,7 @@ def generate(
 
     Example: [bold cyan]rsv generate smol.rsv --prompt "Why is the sky blue?" --max-tokens 100[/bold cyan]
     """
-    with session(), scratch():
+    with session(), scratch(quiet):
         _generate(file, _text(prompt), max_tokens, temp, seed, raw, template_seconds, max_order, quiet)
 
 

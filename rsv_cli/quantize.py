@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.files import tell_leftovers
+from rsv_cli.leftovers import tell_leftovers_beside
 from rsv_cli.options import Force, Quiet, Source
 from rsv_cli.session import session
 from rsv_cli.texts import read_text
@@ -142,7 +142,7 @@ def quantize(
         from rsv_format.outputs import check
         from rsv_format.writer import RSV_FILE
 
-        tell_leftovers(output, quiet)
+        tell_leftovers_beside(output, quiet)
         if calibrate is not None:
             check(output, RSV_FILE, inputs=[calibrate], force=force)
         with terminal.progress("quantizing", quiet=quiet) as told:

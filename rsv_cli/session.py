@@ -8,8 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import secrets
-import shutil
 import signal
 import sys
 import tempfile
@@ -21,9 +19,11 @@ import typer
 from rich.text import Text
 
 from rsv_cli import terminal
+from rsv_cli.leftovers import tell_leftovers
 
 if TYPE_CHECKING:
     from rsv_format import RsvError
+    from rsv_format.scratch import Folder
 
 FAILED, USAGE, PIPE_CLOSED = 1, 2, 141
 _TRACEBACK = "RSV_TRACEBACK"
@@ -31,7 +31,7 @@ _LONGEST = 2000  # characters of a place or a detail on a terminal: both can com
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 _SHOW_CURSOR = "\x1b[?25h"
 
-_folders: list[str] = []  # temporary ones
+_folders: list[Folder] = []  # temporary ones
 
 
 class _Stopped(KeyboardInterrupt):
@@ -112,8 +112,10 @@ def mlx_module(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def scratch() -> Iterator[None]:
+def scratch(quiet: bool = False) -> Iterator[None]:
     """While the body runs, temporary files, whoever makes them, lie in one folder, which goes with it.
+
+    Those that killed runs have left are named.
 
     Raises
     ------
@@ -121,16 +123,19 @@ def scratch() -> Iterator[None]:
         io_error.
     """
     from rsv_format.errors import RsvError
+    from rsv_format.scratch import Folder, abandoned
 
     before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
     try:
-        path = os.path.join(tempfile.gettempdir(), f"rsv-{secrets.token_hex(6)}")
-        _folders.append(path)  # first, so that no signal comes between
-        os.mkdir(path, 0o700)
+        if not quiet:
+            tell_leftovers(abandoned(tempfile.gettempdir()))
+        folder = Folder(tempfile.gettempdir())
+        _folders.append(folder)  # first, so that no signal comes between
+        folder.make()
     except OSError as e:
         raise RsvError("io_error", "TMPDIR", e.strerror or str(e)) from e
     try:
-        tempfile.tempdir = os.environ["TMPDIR"] = path
+        tempfile.tempdir = os.environ["TMPDIR"] = folder.path
         yield
     finally:
         tempfile.tempdir = before
@@ -158,14 +163,21 @@ def _ending_well() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """The first signal unwinds the stack; a second one, while that is under way, ends the process at once."""
+    """The first signal unwinds the stack; a second one, while that is under way, ends the process at once.
+
+    One that comes when the output is in its place finds nothing to stop: the command ends as it would.
+    """
     first: list[int] = []
+    commits_before, late = _commits(), False
 
     def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal late
         first.append(number)
         if len(first) > 1:
-            _leave(first[0])
-        raise _Stopped(number)
+            _leave(None if late else first[0])
+        late = _commits() > commits_before
+        if not late:
+            raise _Stopped(number)
 
     before: dict[int, Any] = {}
     try:
@@ -180,17 +192,27 @@ def _stoppable() -> Iterator[None]:
             signal.signal(number, signal.SIG_IGN if first else handler)
 
 
-def _leave(number: int) -> NoReturn:
-    """End the process by a signal's exit code, waiting for no thread, and leave no temporary file."""
-    from rsv_format.outputs import discard_all
+def _outputs() -> Any:
+    """The module, if it is there: a signal may have come during an import, and so nothing is imported here."""
+    return sys.modules.get("rsv_format.outputs")
 
+
+def _commits() -> int:
+    return int(getattr(_outputs(), "commits", int)())
+
+
+def _leave(number: int | None) -> NoReturn:
+    """End the process by a signal's exit code, or with 0 where none came in time, and leave no temporary file.
+
+    It waits for nothing: not for threads, nor for somebody to read what standard output has not taken.
+    """
     for other in (getattr(signal, name) for name in _STOPPING if hasattr(signal, name)):
         signal.signal(other, signal.SIG_IGN)
-    discard_all()
+    getattr(_outputs(), "discard_all", int)()
     _remove_folders()
+    if number is None:
+        os._exit(0)
     word = "interrupted" if number == signal.SIGINT else "stopped"
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
         if sys.stderr.isatty():
             word = f"{_SHOW_CURSOR}\r{word}"  # a bar has hidden it
@@ -200,8 +222,7 @@ def _leave(number: int) -> NoReturn:
 
 def _remove_folders() -> None:
     while _folders:
-        shutil.rmtree(_folders[-1], ignore_errors=True)
-        _folders.pop()
+        _folders.pop().remove()
 
 
 def hush(*streams: Any) -> None:

@@ -3,7 +3,8 @@
 Modules, bottom up:
 
 - errors, limits, version: codes and fixed sizes
-- replaceable: what an output may replace;  outputs: how files come into place
+- locks: who lives;  replaceable: what an output may replace;  outputs: how files come into place;  scratch: temporary
+  folders
 - layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
 - roles: what tensors are for, by their names;  decoder: a model run in numpy
 - stored: a file's bytes;  tables: for notebooks

@@ -22,12 +22,14 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from rsv_format.errors import RsvError
+from rsv_format.locks import is_abandoned, lock
 from rsv_format.replaceable import Kind, StrPath, Target
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 
 _unfinished: set[Output] = set()
+_commits = 0  # that have happened in this process
 
 
 class Output:
@@ -72,7 +74,7 @@ class Output:
             parent = os.path.dirname(self.path)
             self._folder = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)
             self._file = FileIO(self._new(parent), "r+")
-            _lock(self._file.fileno())
+            lock(self._file.fileno())
             _check_room(self._file.fileno(), nbytes)
             self._file.truncate(nbytes)
         return self._file
@@ -175,6 +177,7 @@ def commit(*outputs: Output) -> None:
     RsvError
         bad_argument, io_error.
     """
+    global _commits
     undo: list[Callable[[], None]] = []
     seconds: list[str] = []
     try:
@@ -190,6 +193,7 @@ def commit(*outputs: Output) -> None:
                     output._publish()
                     if is_new:
                         undo.append(partial(os.unlink, output.path))
+                _commits += 1
             except BaseException:
                 for step in reversed(undo):
                     with contextlib.suppress(OSError):
@@ -202,6 +206,11 @@ def commit(*outputs: Output) -> None:
     finally:
         for output in outputs:
             output.discard()
+
+
+def commits() -> int:
+    """How often `commit` has put files into place in this process: a signal that comes later stops no work."""
+    return _commits
 
 
 def check(
@@ -263,7 +272,7 @@ def leftovers(path: StrPath) -> list[Path]:
     """Temporary files, in the folder of a path, whose writers have not lived to remove them."""
     with contextlib.suppress(OSError):
         entries = Path(os.path.realpath(path)).parent.iterdir()
-        return sorted(x for x in entries if _TEMPORARY.fullmatch(x.name) and x.is_file() and not _is_locked(x))
+        return sorted(x for x in entries if _TEMPORARY.fullmatch(x.name) and x.is_file() and is_abandoned(x))
     return []
 
 
@@ -309,24 +318,6 @@ def _check_room(descriptor: int, nbytes: int) -> None:
     free = found.f_bavail * found.f_frsize
     if free < nbytes and found.f_blocks:  # some file systems say nothing of themselves
         raise OSError(None, f"{nbytes / 1e6:.1f} MB are needed, and {free / 1e6:.1f} MB are free there")
-
-
-def _lock(descriptor: int) -> None:
-    with contextlib.suppress(ImportError, OSError):  # some systems and file systems have no locks
-        import fcntl
-
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether a temporary file's writer lives, or may live."""
-    with contextlib.suppress(ImportError, OSError):
-        import fcntl
-
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return False
-    return True
 
 
 @contextlib.contextmanager

@@ -89,8 +89,8 @@ def calibrate(
     told = progress or (lambda done, total, name: None)
     found = {} if found is None else found
     with observed(model) as seen:
+        told(0, len(tokens), "")
         for start in range(0, len(tokens), step):
-            told(start, len(tokens), f"{len(found)} layers")
             part = [*begin, *tokens[start : start + step]]
             model(mx.array([part]))  # lazy: what no layer's input depends on is never computed
             mx.eval(seen)
@@ -99,8 +99,8 @@ def calibrate(
                 wide = np.array(sums, np.float64), np.array(counts, np.float64)
                 grown[name] = (found[name][0] + wide[0], found[name][1] + wide[1]) if name in found else wide
             found.update(grown)  # whole chunks only, whenever this is interrupted
+            told(min(start + step, len(tokens)), len(tokens), f"{len(found)} layers")
             seen.clear()
-    told(len(tokens), len(tokens), "")
     for name, (total, _) in found.items():
         if not np.isfinite(total).all():
             raise RsvError("source_invalid", name, "its input is not finite")
@@ -243,10 +243,10 @@ def _watched(module: Module, name: str, seen: dict[str, tuple[mx.array, mx.array
     return WatchedExperts if is_switch(module) or isinstance(module, QuantizedSwitchLinear) else None
 
 
-def load_anything(spec: str | os.PathLike[str]) -> tuple[Module, Any]:
+def load_anything(spec: str | os.PathLike[str], *, max_order: int | None = None) -> tuple[Module, Any]:
     """A model and its tokenizer, from an RSV file, a source of `rsv_format.open_source`, or by mlx-lm.
 
-    On a CPU the weights become float32, at which MLX is fastest there.
+    On a CPU the weights become float32, at which MLX is fastest there. `max_order` is `load`'s.
 
     Raises
     ------
@@ -255,7 +255,7 @@ def load_anything(spec: str | os.PathLike[str]) -> tuple[Module, Any]:
     """
     path = Path(spec)
     if path.suffix == ".rsv" or (path.is_file() and not _is_source(path)):
-        model, words = load(path)
+        model, words = load(path, max_order=max_order)
     elif path.is_dir():
         model, words = _from_folder(path)
     else:

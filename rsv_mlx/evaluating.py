@@ -22,6 +22,7 @@ def evaluate(
     text: str | None = None,
     tokens: int = 4096,
     window: int = 512,
+    max_order: int | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> rsv_format.Evaluation:
     """As `rsv_format.evaluate`, with both models in memory.
@@ -30,7 +31,7 @@ def evaluate(
     ----------
     source, file : path or hub id
         What `rsv calibrate` takes: RSV files, files and folders of weights.
-    text, tokens, window, progress
+    text, tokens, window, max_order, progress
         As `rsv_format.evaluate`.
 
     Raises
@@ -40,7 +41,7 @@ def evaluate(
     """
     models = []
     for spec in (source, file):
-        model, tokenizer = load_anything(spec)
+        model, tokenizer = load_anything(spec, max_order=max_order)
         models.append(model)
         if len(models) == 1:
             ids, bos = encode(tokenizer, rsv_format.default_text() if text is None else text)

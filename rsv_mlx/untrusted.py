@@ -7,8 +7,10 @@ must be there in the model's tensors. mlx-lm and transformers only ever see a fo
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import json
+import os
 import pkgutil
 import re
 import tempfile
@@ -67,6 +69,8 @@ def _folder(files: Mapping[str, bytes | memoryview]) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         try:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rsv-")))
+            stack.callback(os.close, lock := os.open(folder, os.O_RDONLY | os.O_CLOEXEC))
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # rsv names folders whose process has died
             for name, data in files.items():
                 (folder / name).write_bytes(data)
         except OSError as e:

@@ -53,7 +53,7 @@ def failed(code: int, *arguments: object) -> Result:
     return result
 
 
-def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[bytes]:
     command = [*RSV, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
 
@@ -417,6 +417,22 @@ def test_export_round_trips(model: Path, quantized: Path, tmp_path: Path) -> Non
         assert dense_file.metadata() == {"format": "pt", "generator": "rsv export"}
 
 
+@pytest.mark.parametrize("dtype", [[], ["--dtype", "float16"]], ids=["kept", "float16"])
+def test_export_and_compare_and_extract_in_pieces(
+    dtype: list[str], model: Path, quantized: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ok("export", quantized, "-o", tmp_path / "whole.safetensors", *dtype)
+    compared = ok("compare", model, quantized, "--json")
+    monkeypatch.setattr("rsv_format.reader._PIECE_NBYTES", 1000)
+    ok("export", quantized, "-o", tmp_path / "pieces.safetensors", *dtype)
+    assert (tmp_path / "pieces.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
+    tree, wanted = json.loads(ok("compare", model, quantized, "--json")), json.loads(compared)
+    assert tree["relative_error"] == pytest.approx(wanted["relative_error"]) and tree["tensors"] == wanted["tensors"]
+    monkeypatch.setattr("rsv_format.reader._PIECE_NBYTES", 7)
+    ok("extract", quantized, "-o", tmp_path / "x")
+    assert (tmp_path / "x" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+
+
 @pytest.mark.parametrize(("dtype", "stored", "tolerance"), [("float16", "F16", 2**-11), ("bfloat16", "BF16", 2**-8)])
 def test_export_dtype(quantized: Path, tmp_path: Path, dtype: str, stored: str, tolerance: float) -> None:
     out = tmp_path / "dense.safetensors"
@@ -657,8 +673,8 @@ def test_doctor_survives_a_missing_or_crashing_mlx(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     assert "cannot be imported" in adoption.attempt()["detail"]
 
-    def crash(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess([], -11, "", "Segmentation fault\n")
+    def crash(*_: Any, **__: Any) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.CompletedProcess([], -11, b"", b"Segmentation fault\n")
 
     monkeypatch.setattr(subprocess, "run", crash)
     assert adoption.probe()["detail"] == "the attempt ended with -11: Segmentation fault"

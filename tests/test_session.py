@@ -21,6 +21,7 @@ import rsv_format
 from rsv_cli.app import app
 from rsv_cli.session import scratch
 from rsv_format import RsvError
+from rsv_format.scratch import abandoned
 from rsv_format.sources.imatrix import save_imatrix
 
 RSV = [sys.executable, "-m", "rsv_cli"]
@@ -89,6 +90,78 @@ def test_temporary_files_of_a_command_lie_in_one_folder(tmp_path: Path, monkeypa
         assert os.environ["TMPDIR"] == str(first.parent)  # for other processes
         raise ZeroDivisionError
     assert os.listdir(tmp_path) == [] and os.environ["TMPDIR"] == str(tmp_path)
+
+
+def test_a_folder_whose_process_was_killed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rsv-mine").mkdir()
+    (tmp_path / "rsv-0123456789ab").write_text("no folder")
+    (tmp_path / "rsv-ba9876543210").symlink_to(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, tmp_path / "a", "quick"], stdout=subprocess.PIPE, cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    ) as child:  # fmt: skip
+        assert child.stdout is not None and child.stdout.readline() == b"body\n"
+        assert abandoned(str(tmp_path)) == []
+        child.kill()
+    (left,) = abandoned(str(tmp_path))
+    assert left.is_dir() and list(left.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch(quiet=True):
+        assert capsys.readouterr().err == ""
+    with scratch():
+        said = capsys.readouterr().err
+    assert "left behind" in said and str(left) in said and "seconds old" in said and said.count("\n") == 1
+    assert left.is_dir()  # named, not removed
+
+
+LATE = """
+import signal, sys
+from rsv_cli.session import session
+from rsv_format import outputs
+with session():
+    with outputs.Output(sys.argv[1]) as output:
+        outputs.write_all(output.open(), b"whole")
+        if sys.argv[2] == "early":
+            signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
+    print("the report", flush=True)
+    signal.raise_signal(signal.SIGINT)
+    print("never")
+"""
+
+
+@pytest.mark.parametrize("when", ["early", "late"])
+def test_a_signal_that_comes_after_the_work_does_not_undo_it(tmp_path: Path, when: str) -> None:
+    command = [sys.executable, "-c", LATE, tmp_path / "out", when]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if when == "late":
+        assert (done.returncode, done.stdout, done.stderr) == (0, "the report\n", "")
+        assert (tmp_path / "out").read_bytes() == b"whole"
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (143, "", "stopped\n")
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a pipe's content is told as on Linux")
+def test_a_signal_is_heard_while_nobody_reads_the_output() -> None:
+    import fcntl
+    import struct
+    import termios
+
+    code = "import sys\nfrom rsv_cli.session import session\nwith session(): sys.stdout.write('x' * 10**6)"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    assert child.stdout is not None and child.stderr is not None
+    waiting = 0
+    while not waiting:
+        assert child.poll() is None
+        (waiting,) = struct.unpack("i", fcntl.ioctl(child.stdout, termios.FIONREAD, bytes(4)))
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(timeout=30) == 143
+    assert child.stderr.read() == b"stopped\n"
+    child.stdout.close()
+    child.stderr.close()
 
 
 def test_no_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

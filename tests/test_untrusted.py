@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 import rsv_format
+from rsv_cli import adoption
 from rsv_cli.app import app
 from rsv_format import AttachmentData, LayerData, RsvError, TensorData
 
@@ -151,6 +152,26 @@ def test_code_beside_a_folder_is_never_run(folder: Path, tmp_path: Path, monkeyp
         with pytest.raises(RsvError, match="unsupported_model at config.json: it brings its own code"):
             load_anything(spec)
     assert not mark.exists()
+
+
+def test_modules_of_the_working_folder_are_not_imported(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "ran"
+    for name in ("json", "resource", "tokenizers", "mlx_lm", "rsv_mlx", "rsv_cli", "numpy"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'w').write('x')\n")
+    monkeypatch.chdir(tmp_path)
+    with prompt.encoding(base, "w1 w2") as encoding:
+        assert encoding.tokens() == [1, 2]
+    assert adoption.probe()["attempts"]
+    assert not mark.exists()
+
+
+def test_other_processes_answer_in_any_encoding(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-16")
+    with prompt.encoding(base, "w1 w2") as encoding:
+        assert encoding.tokens() == [1, 2]
+    assert adoption.probe()["attempts"]
 
 
 def test_remote_code_cannot_be_asked_for(base: Path) -> None:
