@@ -27,6 +27,7 @@ bench: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.quantize
 	.venv-bench/bin/python -m benchmarks.quality
 	.venv-bench/bin/python -m benchmarks.load
+	.venv-bench/bin/python -m benchmarks.start
 	.venv-bench/bin/python -m benchmarks.share
 	.venv-bench/bin/python -m benchmarks.architectures
 

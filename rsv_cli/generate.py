@@ -72,11 +72,12 @@ def _generate(
     core, prompts = mlx_module("mlx.core"), mlx_module("rsv_mlx.prompt")
     with terminal.waiting("loading", quiet=quiet):
         with prompts.encoding(file, prompt, chat=not raw, seconds=seconds) as encoding:
+            mlx_module("rsv_mlx.untrusted").mlx_lm_utils()
             mlx_lm, samplers, calibrate = map(mlx_module, ("mlx_lm", "mlx_lm.sample_utils", "rsv_mlx.calibrate"))
+            model, tokenizer = mlx_module("rsv_mlx").load(file, max_order=max_order)
             tokens = encoding.tokens()
         if not tokens:
             raise RsvError("bad_argument", "--prompt", "it has no tokens: there is nothing to continue")
-        model, tokenizer = mlx_module("rsv_mlx").load(file, max_order=max_order)
     calibrate.check_tokens(model, tokens)
     core.random.seed(seed)
     sampler = samplers.make_sampler(temp=temp)

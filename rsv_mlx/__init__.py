@@ -7,11 +7,17 @@ Modules, bottom up:
 - linear, embedding, switch: in place of MLX's own modules
 - adopt: bytes of a file to arrays: adopted, copied or read when first used
 - tracing: which arrays came through foreign code unchanged;  binding: layers and tensors to the modules of a model
+- lean: mlx-lm without transformers;  tokenizing: tokenizers without it
 - untrusted: mlx-lm's models and tokenizers, of data alone
 - loading: load, load_model, load_tokenizer, graft;  saving: save;  quantizing: quantize_model
 - calibrate: what a model's linear layers see while it runs on text;  evaluating: its predictions, and its source's
 - prompt: a prompt to tokens, in a process with limits
+
+What loading does not need is imported when it is first asked for.
 """
+
+import typing as _typing
+from importlib import import_module as _import_module
 
 try:
     import mlx.core as _mlx  # noqa: F401
@@ -21,12 +27,14 @@ except ModuleNotFoundError as e:  # pragma: no cover
 from rsv_format import __version__
 from rsv_mlx.adopt import LoadReport, adoption_obstacle
 from rsv_mlx.embedding import QuantizedEmbedding
-from rsv_mlx.evaluating import evaluate
 from rsv_mlx.linear import QuantizedLinear
 from rsv_mlx.loading import graft, load, load_model, load_tokenizer
-from rsv_mlx.quantizing import quantize_model
-from rsv_mlx.saving import save
 from rsv_mlx.switch import QuantizedSwitchLinear
+
+if _typing.TYPE_CHECKING:
+    from rsv_mlx.evaluating import evaluate
+    from rsv_mlx.quantizing import quantize_model
+    from rsv_mlx.saving import save
 
 __all__ = [
     "__version__",
@@ -43,3 +51,12 @@ __all__ = [
     "quantize_model",
     "save",
 ]
+
+_LATER = {"evaluate": "evaluating", "quantize_model": "quantizing", "save": "saving"}
+
+
+def __getattr__(name: str) -> _typing.Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = getattr(_import_module(f"{__name__}.{_LATER[name]}"), name)
+    return globals()[name]

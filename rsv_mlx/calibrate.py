@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +19,7 @@ from mlx.nn.layers.quantized import QuantizedLinear as AffineLinear
 from numpy.typing import NDArray
 
 import rsv_format
-from rsv_format import RsvError, Source
+from rsv_format import RsvError
 from rsv_mlx.binding import packed_kind
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
@@ -37,6 +37,9 @@ from rsv_mlx.untrusted import (
     skeleton,
     tokenizer,
 )
+
+if TYPE_CHECKING:
+    from rsv_format import Source
 
 _CHARACTERS = 16  # of a text for each token that is wanted, to begin with; twice as many as words have
 CHUNK = 512  # llama.cpp's: what lies further back moves the means little

@@ -19,7 +19,7 @@ from typing import Any
 
 from rsv_format import RsvError
 from rsv_mlx.loading import load_tokenizer
-from rsv_mlx.untrusted import library
+from rsv_mlx.untrusted import library, mlx_lm_utils
 
 SECONDS = 20.0  # of processor time; the largest tokenizers take two, templates milliseconds
 _MEMORY = 4 * 2**30  # bytes of address space beyond what is taken before; the largest tokenizers take one
@@ -113,8 +113,7 @@ def _main() -> None:
 
 
 def _encode(path: str, prompt: str, chat: bool, seconds: float) -> list[int]:
-    import mlx_lm  # noqa: F401  # before the limits
-
+    mlx_lm_utils()  # before the limits
     _limit(seconds)
     tokenizer = load_tokenizer(path)
     with library("unsupported_model", "chat template" if chat else "tokenizer"):

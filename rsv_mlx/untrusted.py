@@ -14,13 +14,16 @@ import os
 import pkgutil
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from mlx.nn.layers.base import Module
 
 from rsv_format import RsvError
+from rsv_mlx import tokenizing
+from rsv_mlx.lean import import_mlx_lm
 
 CONFIGS = ("config.json", "generation_config.json")
 VOCABULARIES = (
@@ -33,6 +36,7 @@ DATA = frozenset({
 
 _CHOOSES = {"tool_parser_type": "mlx_lm.tool_parsers", "chat_template_type": "mlx_lm.chat_templates"}
 _NEVER_KEPT = ("auto_map", "custom_pipelines")  # of a config: only remote code needs them
+_NEVER_READ = ("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model")  # of what tokenizer.json says alone
 _POSITIONAL = ("init_inputs",)  # of a tokenizer: arguments of any meaning
 # What decides how many modules a skeleton has, or how long lists in it are. Real models stay far below the floors,
 # which spare parts that a file leaves out, as a vision tower.
@@ -126,6 +130,8 @@ def modules_of(package: str) -> list[str]:
 
 def _check_tokenizer_class(name: str, value: Any) -> None:
     """A tokenizer of transformers, or a name that it does not know: then tokenizer.json alone says all."""
+    if value in (*tokenizing.AS_IT_IS, *tokenizing.QWEN):
+        return
     transformers: Any = importlib.import_module("transformers")
     base = importlib.import_module("transformers.tokenization_utils_base").PreTrainedTokenizerBase
     if value is None:
@@ -226,15 +232,49 @@ def tokenizer(folder: Path, config: Mapping[str, Any], extra: Mapping[str, Any] 
     """
     if (extra or {}).get("trust_remote_code"):
         raise RsvError("bad_argument", "tokenizer_config", "trust_remote_code: code in a file is never run")
-    utils = mlx_lm_utils()
-    options = {**(extra or {}), "trust_remote_code": False, "local_files_only": True}
     with library("unsupported_model", "tokenizer"):
-        try:
-            return utils.load_tokenizer(folder, options, eos_token_ids=config.get("eos_token_id"))
-        except ValueError as e:
-            if "trust_remote_code" not in str(e):
-                raise
-            raise RsvError("unsupported_model", "tokenizer", "it brings its own code, which is never run") from None
+        files = {path.name: path.read_bytes() for path in folder.iterdir()} if extra is None else {}
+        found = tokenizing.read(files, config, lambda files: _of_transformers(files, config))
+        if found is None:
+            return _wrapped(folder, config, extra)
+        made, decoder = found
+        seen = files | {tokenizing.FILE: json.dumps({"decoder": decoder}).encode()}
+        slim_files = {name: data for name, data in seen.items() if name not in _NEVER_READ}
+        with _folder(slim_files) as slim, made.vocabulary_at_hand():
+            wrapper = _wrapped(slim, config, None, lambda *_, **__: made)
+        wrapper.has_chat_template = made.chat_template is not None or wrapper._chat_template is not None
+        return wrapper
+
+
+def _wrapped(
+    folder: Path, config: Mapping[str, Any], extra: Mapping[str, Any] | None, make: Callable[..., Any] | None = None
+) -> Any:
+    """The tokenizer of a folder in mlx-lm's wrapper: what transformers makes of it, or `make`."""
+    utils = mlx_lm_utils()
+    load = utils.load_tokenizer
+    if make is not None:
+        auto = SimpleNamespace(from_pretrained=make)
+        load = _with(load, _load_tokenizer=_with(utils._load_tokenizer, AutoTokenizer=auto))
+    try:
+        options = {**(extra or {}), "trust_remote_code": False, "local_files_only": True}
+        return load(folder, options, eos_token_ids=config.get("eos_token_id"))
+    except ValueError as e:
+        if "trust_remote_code" not in str(e):
+            raise
+        raise RsvError("unsupported_model", "tokenizer", "it brings its own code, which is never run") from None
+
+
+def _of_transformers(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Any:
+    with _folder(files) as folder:
+        return _wrapped(folder, config, None)._tokenizer
+
+
+def _with(function: Any, **names: Any) -> Any:
+    """The same function, with other meanings of names of its module."""
+    return FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
 
 
 def mlx_lm_utils() -> Any:
@@ -246,6 +286,7 @@ def mlx_lm_utils() -> Any:
         missing_dependency.
     """
     try:
+        import_mlx_lm()
         return importlib.import_module("mlx_lm.utils")
     except ImportError as e:
         hint = ": pip install 'rsv-format[mlx]'" if isinstance(e, ModuleNotFoundError) else ""

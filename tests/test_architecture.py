@@ -163,7 +163,27 @@ def test_the_front_door_only_imports() -> None:
     for package in ("rsv_format", "rsv_format/sources"):
         body = ast.parse((ROOT / package / "__init__.py").read_text("utf-8")).body
         kinds = {type(node).__name__ for node in body}
-        assert package != "rsv_format" or kinds == {"Expr", "ImportFrom", "Assign"}, kinds
+        known = {"Expr", "Import", "ImportFrom", "Assign", "If", "FunctionDef"}  # the last two for later imports
+        assert package != "rsv_format" or kinds == known, kinds
+
+
+def test_what_is_imported_later_is_what_type_checkers_see() -> None:
+    for package in ("rsv_format", "rsv_mlx"):
+        body = ast.parse((ROOT / package / "__init__.py").read_text("utf-8")).body
+        checked = next(node for node in body if isinstance(node, ast.If)).body
+        seen = {f"{x.module}.{alias.name}" for x in checked if isinstance(x, ast.ImportFrom) for alias in x.names}
+        text = next(
+            node.value for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_LATER"
+        )
+        later = ast.literal_eval(text)
+        pairs = (
+            [(m, n) for m, names in later.items() for n in names]
+            if package == "rsv_format"
+            else [(module, name) for name, module in later.items()]
+        )
+        assert seen == {f"{package}.{module}.{name}" for module, name in pairs}
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = rsv_format.nothing
 
 
 @pytest.mark.parametrize("path", [*sources("rsv_format"), *sources("rsv_mlx"), *sources("rsv_cli")], ids=name_of)
