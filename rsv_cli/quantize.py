@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -119,6 +120,12 @@ def quantize(
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="One per core unless given.", show_default=False)
     ] = None,
+    memory: Annotated[
+        str,
+        typer.Option("--memory", metavar="SIZE", help="For what is read and encoded at a time, such as 500MB: matrices "
+                     "are taken some rows at a time, so a model may be larger than memory. The file is the same. Error "
+                     "feedback needs room for some matrices of in_features × in_features besides."),
+    ] = "64MB",
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
@@ -137,6 +144,7 @@ def quantize(
         raise typer.BadParameter("give a budget, or --bits for all layers", param_hint="--bits-per-weight")
     if window is not None and codebook is not Codebook.trellis:
         raise typer.BadParameter("only --codebook trellis has windows", param_hint="--window")
+    room = _size(memory)
     with session():
         import rsv_format
         from rsv_format.outputs import check
@@ -165,10 +173,18 @@ def quantize(
                 exclude=exclude or (),
                 tokenizer=not no_tokenizer,
                 threads=threads,
+                memory=room,
                 progress=told,
             )
         if not quiet:
             _print_report(report)
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size such as 500MB or 2GB", param_hint="--memory")
+    return int(float(match[1]) * float(f"1e{3 * ' kMGT'.index(match[2] or ' ')}"))
 
 
 def _table_bits(text: str | None) -> int | str | None:
@@ -187,6 +203,7 @@ def _print_report(report: QuantizeReport) -> None:
         f"{describe.count(summary.weights)} weights, {describe.percent(summary.share, 1)} of all",
         f"{summary.bits_per_weight:.3f} bits per weight",
         f"importance known for {report.weighted_layers}",
+        f"{describe.size(report.memory)} of memory for pieces",
         f"{report.seconds:.1f} s",
     ]
     line.append(f"\n       {' · '.join(facts)}", "dim")

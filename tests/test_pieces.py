@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from rsv_format.dtypes import to_float32
 from rsv_format.quantizer import threads
 from rsv_format.sources.base import dense_tensor
 
-MATRIX = sys.modules["rsv_format.quantizer.matrix"]  # the package shows the function of this name
 BLOCK = "model.layers.0"
 LLAMA = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96,
@@ -181,7 +179,7 @@ def test_the_size_of_the_pieces_changes_no_byte(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = llama(tmp_path / "m")
-    monkeypatch.setattr(MATRIX, "_CHUNK", 7 * 64)  # seven rows at a time
+    monkeypatch.setattr("rsv_format.quantizer.matrix._CHUNK", 7 * 64)  # seven rows at a time
     monkeypatch.setattr("rsv_format.quantizer.conversion.TOKENS", 100)
     found = []
     for count, (pieces, workers, memory) in enumerate(((1, 1, 2**30), (100, 1, 2**20), (3, 2, 2**20), (1, 3, 2**24))):
@@ -198,7 +196,7 @@ def test_the_size_of_the_pieces_changes_no_byte(
 @pytest.mark.parametrize("kind", ["llama", "gguf", "fp8, fused and turned", "apart"])
 def test_no_matrix_is_read_whole(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither to measure nor to encode nor to keep."""
-    monkeypatch.setattr(MATRIX, "_CHUNK", 64)
+    monkeypatch.setattr("rsv_format.quantizer.matrix._CHUNK", 64)
     monkeypatch.setattr(threads, "_PIECES", 8)
     monkeypatch.setattr("rsv_format.sources.base._AT_ONCE", 256)
     largest = 0
@@ -231,7 +229,7 @@ def test_no_matrix_is_read_whole(kind: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_places_in_errors_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MATRIX, "_CHUNK", 64)
+    monkeypatch.setattr("rsv_format.quantizer.matrix._CHUNK", 64)
     weight = normal(0, 90, 16)
     weight[77, 5] = np.inf
     source = Source("test", "", {"a.q_proj.weight": dense_tensor("a.q_proj.weight", "f32", (90, 16), lambda: weight)})
@@ -253,11 +251,38 @@ def test_a_value_of_a_gguf_that_is_not_finite_is_named_by_its_place(tmp_path: Pa
             part.float32()
 
 
-@pytest.mark.parametrize("memory", [0, -1, 2**20 - 1])
+@pytest.mark.parametrize("memory", [0, -1, 999_999])
 def test_memory_that_is_too_little(memory: int, tmp_path: Path) -> None:
     with pytest.raises(RsvError) as e:
         rsv_format.quantize(llama(tmp_path / "m"), tmp_path / "a.rsv", memory=memory)
     assert (e.value.code, e.value.where) == ("bad_argument", "memory")
+
+
+@pytest.mark.parametrize(
+    "text, nbytes",
+    [("64MB", threads.DEFAULT_MEMORY), ("500M", 500_000_000), ("1.5 GB", 1_500_000_000), ("2000000", 2_000_000),
+     ("x", None), ("1e9", None), ("-1MB", None), ("64MiB", None), ("10", None)],
+)  # fmt: skip
+def test_memory_on_the_command_line(
+    text: str, nbytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from rsv_cli.app import app
+
+    source, given = llama(tmp_path / "m"), []
+    plain = rsv_format.quantize
+
+    def seen(*args: Any, memory: int, **options: Any) -> Any:
+        given.append(memory)
+        return plain(*args, memory=memory, **options)
+
+    monkeypatch.setattr(rsv_format, "quantize", seen)
+    done = CliRunner().invoke(app, ["quantize", str(source), "-o", str(tmp_path / "a.rsv"), "--memory", text])
+    if nbytes is None:
+        assert done.exit_code == 2 and not (tmp_path / "a.rsv").exists()
+    else:
+        assert done.exit_code == 0 and given == [nbytes] and "of memory for pieces" in done.output
 
 
 def test_results_come_in_order_and_none_is_made_long_before_it_is_wanted() -> None:

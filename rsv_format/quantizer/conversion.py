@@ -82,7 +82,8 @@ Progress = Callable[[int, int, str], None]
 class QuantizeReport:
     """What `quantize` did: where the bytes went, how long it took, and how the importance was found.
 
-    `left_out` are files beside the weights that may be of use and that cannot be attached, such as code.
+    `left_out` are files beside the weights that may be of use and that cannot be attached, such as code. `memory` is
+    what was allowed for pieces.
     """
 
     path: str
@@ -91,6 +92,7 @@ class QuantizeReport:
     weighted_layers: int  # those with an importance
     summary: Summary
     left_out: tuple[str, ...] = ()
+    memory: int = DEFAULT_MEMORY
 
 
 def quantize(
@@ -150,7 +152,7 @@ def quantize(
                 save(file, out)
                 summary = summarize(out)
     seconds = time.perf_counter() - started
-    return QuantizeReport(str(out), seconds, len(job.layers), len(job.importance), summary, opened.left_out)
+    return QuantizeReport(str(out), seconds, len(job.layers), len(job.importance), summary, opened.left_out, memory)
 
 
 def quantize_layers(

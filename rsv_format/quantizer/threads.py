@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from rsv_format.errors import RsvError
 
-DEFAULT_MEMORY = 2**26  # more is not faster (python -m benchmarks.quantize --memory)
-LEAST_MEMORY = 2**20
+DEFAULT_MEMORY = 64_000_000  # more is not faster: benchmarks/quantize.py
+LEAST_MEMORY = 1_000_000
 
 _NBYTES = 16  # for each weight at work: as it is stored, in float32, and the codes that wait to be written
 _PIECES = 4  # of a matrix for each thread at least, so that none is idle for long
