@@ -4,7 +4,7 @@ Modules, bottom up:
 
 - transform: T on activations;  window: indices of codes;  codebook: centroids, and products with packed codes
 - packed: what quantized layers have in common;  deferred: those that are yet to be read
-- linear, embedding, switch: in place of MLX's own modules
+- linear, embedding, switch: in place of MLX's own modules;  adapters: what is trained beside them
 - adopt: bytes of a file to arrays: adopted, copied or read when first used
 - tracing: which arrays came through foreign code unchanged;  binding: layers and tensors to the modules of a model
 - lean: mlx-lm without transformers;  tokenizing: tokenizers without it

@@ -78,7 +78,8 @@ def load(
     return_report : bool
         Return a `LoadReport` as the last item.
     tokenizer_config : mapping, optional
-        As mlx-lm's, but for trust_remote_code: no code of a file is ever run.
+        As mlx-lm's, but for trust_remote_code: no code of a file is ever run. Given, even if empty, the tokenizer
+        is made by transformers; otherwise without it where that is provably the same.
     max_order : int, optional
         As `rsv_format.open`: Haar factors that take long to derive must be asked for.
 

@@ -222,6 +222,12 @@ class Packed(Module):
         """The dense weight in the original basis, `weight_shape`."""
         return self._rows(self.codes, self.scales).reshape(self.weight_shape).astype(dtype)
 
+    def to_lora(self, r: int = 8, dropout: float = 0.0, scale: float = 20.0) -> Module:
+        """mlx-lm's adapter on this layer, which stays packed; the adapter's `fuse` makes a layer of both again."""
+        from rsv_mlx.adapters import adapted  # which knows the kinds of layers
+
+        return adapted(self, r, dropout, scale)
+
     def to_dense(self, dtype: mx.Dtype = mx.float32) -> Module:
         """MLX's own module with the weights that this one stands for."""
         raise NotImplementedError

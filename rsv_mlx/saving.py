@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 import rsv_format
 from rsv_format import AttachmentData, LayerData, RsvError, TensorData
+from rsv_mlx.adapters import is_adapter
 from rsv_mlx.packed import Packed
 
 _DTYPES = {
@@ -57,7 +58,7 @@ def save(
         Written whole or not at all.
     config : mapping, optional
         The model's config.json, without which `load` needs a model to fill.
-    tokenizer_from : folder, optional
+    tokenizer_from : folder or RSV file, optional
         Its tokenizer's files are attached, and its config.json if `config` is not given.
     persist_rotation : bool
         Store a Haar matrix (4 dim^2 bytes, loads at once) instead of its seed (small, derived at load). One
@@ -70,12 +71,15 @@ def save(
     Raises
     ------
     RsvError
-        bad_argument: a parameter of a dtype that the format lacks, or what is at the path may not be replaced;
-        content_invalid, naming a parameter; io_error.
+        bad_argument: a parameter of a dtype that the format lacks, an adapter, or what is at the path may not be
+        replaced; content_invalid, naming a parameter; what opening `tokenizer_from` raises; io_error.
     """
     layers, packed = [], set()
     transforms: dict[int, rsv_format.Transform] = {}
     for name, module in model.named_modules():  # type: ignore[no-untyped-call]
+        if is_adapter(module):
+            detail = "an adapter is no layer: put what its `fuse` returns in its place first"
+            raise RsvError("bad_argument", name, detail)
         if isinstance(module, Packed):
             packed.add(name)
             t = module.transform
@@ -131,9 +135,11 @@ def _attachments(model: Module, config: Mapping[str, Any] | None, folder: Path |
     files: dict[str, bytes] = {}
     if folder is not None:
         try:
-            if not folder.is_dir():
-                raise RsvError("io_error", str(folder), "it is not a folder")
-            files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+            if folder.is_dir():
+                files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
+            else:
+                with rsv_format.open(folder, mmap=False) as file:
+                    files = {name: bytes(file.attachments[name].data) for name in _FILES if name in file.attachments}
         except OSError as e:
             raise RsvError("io_error", str(folder), e.strerror or str(e)) from e
     if config is None and "config.json" in files:
