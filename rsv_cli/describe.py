@@ -53,22 +53,10 @@ def shape(sides: Iterable[int]) -> str:
 
 
 def transform(entry: TransformEntry | None) -> str:
-    """The transform T = (F (x) H) diag(d), read from right to left as it is written."""
-    if entry is None:
-        return "none"
-    m = entry.dim // entry.hadamard
-    parts = []
-    if entry.factor is not None:
-        seed = "" if entry.factor.seed is None else f" seed {entry.factor.seed}"
-        parts.append(f"{entry.factor.kind} {m}{seed}")
-    elif m > 1 and entry.hadamard > 1:
-        parts.append(f"identity {m}")
-    if entry.hadamard > 1:
-        parts.append(f"hadamard {entry.hadamard}")
-    text = " ⊗ ".join(parts)
-    if entry.diagonal is not None:
-        text += f"{' · ' if text else ''}{'signs' if entry.diagonal.kind == 'signs' else 'scales'}"
-    return text or "identity"
+    """The transform T = (F (x) H) diag(d) in words."""
+    from rsv_format.summary import transform_words
+
+    return transform_words(entry)
 
 
 def table(title: str, *columns: str, **options: Any) -> Table:

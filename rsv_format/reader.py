@@ -470,7 +470,11 @@ class Layer:
 
     def unpack(self) -> NDArray[np.uint8]:
         """The codes, uint8 (stack * out_features, in_features)."""
-        return self._unpacked(slice(0, self.layout.rows))
+        return self.unpack_rows(slice(0, self.layout.rows))
+
+    def unpack_rows(self, rows: slice) -> NDArray[np.uint8]:
+        """The codes of some rows, by their start and stop, uint8 (rows, in_features)."""
+        return unpack_padded(self.packed_rows(rows), self.bits)[:, : self.in_features]
 
     def indices(self) -> NDArray[np.uint8 | np.uint16]:
         """What selects the centroids, (stack * out_features, in_features): uint8, or uint16 for windows above 8."""
@@ -535,10 +539,7 @@ class Layer:
         for start in range(0, self.layout.rows, step):
             rows = slice(start, min(start + step, self.layout.rows))
             scales = self.file.view(first + 4 * start, "f32", (rows.stop - start,))
-            yield rows, codebook[window_indices(self._unpacked(rows), self.bits, self.window)] * scales[:, None]
-
-    def _unpacked(self, rows: slice) -> NDArray[np.uint8]:
-        return unpack_padded(self.packed_rows(rows), self.bits)[:, : self.in_features]
+            yield rows, codebook[window_indices(self.unpack_rows(rows), self.bits, self.window)] * scales[:, None]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

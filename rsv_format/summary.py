@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from math import prod
 
+from rsv_format.header import TransformEntry
 from rsv_format.limits import PROLOGUE_NBYTES
 from rsv_format.reader import File, Tensor, open
 from rsv_format.roles import tensor_role
@@ -98,6 +99,25 @@ def summarize(source: File | str | os.PathLike[str]) -> Summary:
 def family(name: str) -> str:
     """A name with its numbers starred, the same for every block of a model."""
     return _NUMBER.sub("*", name)
+
+
+def transform_words(entry: TransformEntry | None) -> str:
+    """The transform T = (F (x) H) diag(d), read from right to left as it is written."""
+    if entry is None:
+        return "none"
+    m = entry.dim // entry.hadamard
+    parts = []
+    if entry.factor is not None:
+        seed = "" if entry.factor.seed is None else f" seed {entry.factor.seed}"
+        parts.append(f"{entry.factor.kind} {m}{seed}")
+    elif m > 1 and entry.hadamard > 1:
+        parts.append(f"identity {m}")
+    if entry.hadamard > 1:
+        parts.append(f"hadamard {entry.hadamard}")
+    text = " ⊗ ".join(parts)
+    if entry.diagonal is not None:
+        text += f"{' · ' if text else ''}{'signs' if entry.diagonal.kind == 'signs' else 'scales'}"
+    return text or "identity"
 
 
 def why_kept(tensor: Tensor) -> str:

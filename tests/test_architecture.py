@@ -103,6 +103,7 @@ LAYERS = [
     {"vqrs": set()},
     {"upgrade": set()},
     {"sources": set()},
+    {"report": set()},
     {"quantizer": set()},
 ]
 # within the quantizer, likewise

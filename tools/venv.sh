@@ -11,5 +11,5 @@ shift 3
 rm -rf "$folder"
 "$python" -m venv "$folder"
 "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$project"
-"$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$@"
+[ $# = 0 ] || "$folder/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$@"
 touch "$folder/ready"
