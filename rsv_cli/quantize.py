@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -13,7 +13,7 @@ from rich.text import Text
 from rsv_cli import describe, terminal
 from rsv_cli.leftovers import tell_leftovers_beside
 from rsv_cli.options import Force, Quiet, Source
-from rsv_cli.session import session
+from rsv_cli.session import mlx_module, scratch, session
 from rsv_cli.texts import read_text
 
 if TYPE_CHECKING:
@@ -92,15 +92,16 @@ def quantize(
     ] = "auto",
     calibrate: Annotated[
         Path | None,
-        typer.Option("--calibrate", metavar="TEXT", help="A text of the kind that the model will see, UTF-8; 2048 "
-                     "tokens of it, run in numpy, say which input channels matter, better than random ones, and what "
-                     "error feedback needs. An imatrix file tells of single channels only, not of pairs.",
+        typer.Option("--calibrate", metavar="TEXT", help="A text of the kind that the model will see, UTF-8; up to "
+                     "8192 tokens of it say which input channels matter, better than random ones, and what error "
+                     "feedback needs. Llama, Mistral, Qwen2 and Qwen3 run in numpy, a matrix in memory at a time; all "
+                     "else that mlx-lm knows runs with MLX, whole. An imatrix file tells of single channels only.",
                      show_default=False),
     ] = None,
     feedback: Annotated[
         bool | None,
-        typer.Option("--feedback/--no-feedback", help="Let later weights put right what earlier ones lose. Random "
-                     "tokens tell too little for it.", show_default="with --calibrate"),
+        typer.Option("--feedback/--no-feedback", help="Let later weights put right what earlier ones lose, by what "
+                     "layers see of the text.", show_default="with --calibrate"),
     ] = None,
     include: Annotated[
         list[str] | None,
@@ -145,18 +146,19 @@ def quantize(
     if window is not None and codebook is not Codebook.trellis:
         raise typer.BadParameter("only --codebook trellis has windows", param_hint="--window")
     room = _size(memory)
-    with session():
-        import rsv_format
+    with session(), scratch():
         from rsv_format.outputs import check
         from rsv_format.writer import RSV_FILE
 
         tell_leftovers_beside(output, quiet)
         if calibrate is not None:
             check(output, RSV_FILE, inputs=[calibrate], force=force)
+        words = None if calibrate is None else read_text(calibrate)
         with terminal.progress("quantizing", quiet=quiet) as told:
-            report = rsv_format.quantize(
+            report = _quantized(
                 source,
                 output,
+                words,
                 force=force,
                 bits=bits,
                 bits_per_weight=bits_per_weight,
@@ -167,7 +169,6 @@ def quantize(
                 persist_rotation=persist_rotation,
                 seed=seed,
                 importance=importance,
-                calibration=None if calibrate is None else read_text(calibrate),
                 feedback=feedback,
                 include=include or (),
                 exclude=exclude or (),
@@ -185,6 +186,20 @@ def _size(text: str) -> int:
     if match is None:
         raise typer.BadParameter(f"{text!r} is no size such as 500MB or 2GB", param_hint="--memory")
     return int(float(match[1]) * float(f"1e{3 * ' kMGT'.index(match[2] or ' ')}"))
+
+
+def _quantized(source: str, output: Path, text: str | None, **options: Any) -> QuantizeReport:
+    """Calibrated in numpy if it runs the family in full, otherwise with MLX."""
+    import rsv_format
+    from rsv_format import RsvError
+
+    try:
+        return rsv_format.quantize(source, output, calibration=text, **options)
+    except RsvError as e:
+        if e.code != "unsupported_model" or text is None:
+            raise
+    calibration = mlx_module("rsv_mlx").text_calibration(source, text)
+    return rsv_format.quantize(source, output, calibration=calibration, **options)
 
 
 def _table_bits(text: str | None) -> int | str | None:

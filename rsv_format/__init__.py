@@ -35,21 +35,25 @@ from rsv_format.writer import AttachmentData, LayerData, TensorData, Writer, wri
 
 if _typing.TYPE_CHECKING:
     from rsv_format.difference import Change, Changes, Difference, diff
+    from rsv_format.quantizer.calibration import CALIBRATION_TOKENS
     from rsv_format.quantizer.conversion import QuantizeReport, quantize, quantize_layers, save
     from rsv_format.quantizer.evaluation import Evaluation, default_text, evaluate, evaluate_logits, text_windows
-    from rsv_format.quantizer.importance import share_groups
+    from rsv_format.quantizer.feedback import feedback_importance, spread_errors
+    from rsv_format.quantizer.importance import plain_name, share_groups
     from rsv_format.quantizer.matrix import group_transform, quantize_matrix
-    from rsv_format.quantizer.options import EMBEDDING_BITS, QuantizeOptions, table_bits
+    from rsv_format.quantizer.options import EMBEDDING_BITS, Calibration, QuantizeOptions, table_bits
     from rsv_format.quantizer.synthetic import random_tokens
     from rsv_format.sources import Source, SourceTensor, open_source
     from rsv_format.upgrade import convert
 
 __all__ = [
+    "CALIBRATION_TOKENS",
     "CODES",
     "EMBEDDING_BITS",
     "PAGE",
     "Attachment",
     "AttachmentData",
+    "Calibration",
     "Change",
     "Changes",
     "Difference",
@@ -74,17 +78,20 @@ __all__ = [
     "diff",
     "evaluate",
     "evaluate_logits",
+    "feedback_importance",
     "group_transform",
     "layer_role",
     "open",
     "open_source",
     "pack",
+    "plain_name",
     "quantize",
     "quantize_layers",
     "quantize_matrix",
     "random_tokens",
     "save",
     "share_groups",
+    "spread_errors",
     "summarize",
     "table_bits",
     "text_windows",
@@ -95,11 +102,13 @@ __all__ = [
 
 _LATER = {
     "difference": ("Change", "Changes", "Difference", "diff"),
+    "quantizer.calibration": ("CALIBRATION_TOKENS",),
     "quantizer.conversion": ("QuantizeReport", "quantize", "quantize_layers", "save"),
     "quantizer.evaluation": ("Evaluation", "default_text", "evaluate", "evaluate_logits", "text_windows"),
-    "quantizer.importance": ("share_groups",),
+    "quantizer.feedback": ("feedback_importance", "spread_errors"),
+    "quantizer.importance": ("plain_name", "share_groups"),
     "quantizer.matrix": ("group_transform", "quantize_matrix"),
-    "quantizer.options": ("EMBEDDING_BITS", "QuantizeOptions", "table_bits"),
+    "quantizer.options": ("EMBEDDING_BITS", "Calibration", "QuantizeOptions", "table_bits"),
     "quantizer.synthetic": ("random_tokens",),
     "sources": ("Source", "SourceTensor", "open_source"),
     "upgrade": ("convert",),

@@ -9,8 +9,9 @@ Modules, bottom up:
 - tracing: which arrays came through foreign code unchanged;  binding: layers and tensors to the modules of a model
 - lean: mlx-lm without transformers;  tokenizing: tokenizers without it
 - untrusted: mlx-lm's models and tokenizers, of data alone
-- loading: load, load_model, load_tokenizer, graft;  saving: save;  quantizing: quantize_model
-- calibrate: what a model's linear layers see while it runs on text;  evaluating: its predictions, and its source's
+- loading: load, load_model, load_tokenizer, graft;  saving: save
+- calibrate: what a model's linear layers see while it runs on text;  moments: the same, of pairs of channels
+- quantizing: quantize_model;  evaluating: a model's predictions, and its source's
 - prompt: a prompt to tokens, in a process with limits
 
 What loading does not need is imported when it is first asked for.
@@ -33,12 +34,14 @@ from rsv_mlx.switch import QuantizedSwitchLinear
 
 if _typing.TYPE_CHECKING:
     from rsv_mlx.evaluating import evaluate
+    from rsv_mlx.moments import ModelCalibration, text_calibration
     from rsv_mlx.quantizing import quantize_model
     from rsv_mlx.saving import save
 
 __all__ = [
     "__version__",
     "LoadReport",
+    "ModelCalibration",
     "QuantizedEmbedding",
     "QuantizedLinear",
     "QuantizedSwitchLinear",
@@ -50,9 +53,13 @@ __all__ = [
     "load_tokenizer",
     "quantize_model",
     "save",
+    "text_calibration",
 ]
 
-_LATER = {"evaluate": "evaluating", "quantize_model": "quantizing", "save": "saving"}
+_LATER = {
+    "ModelCalibration": "moments", "evaluate": "evaluating", "quantize_model": "quantizing", "save": "saving",
+    "text_calibration": "moments",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -47,6 +47,8 @@ _SOURCES = (".gguf", ".safetensors")  # single files of the kinds that open_sour
 
 Counts = tuple[NDArray[np.float64], NDArray[np.float64]]
 Progress = Callable[[int, int, str], None]
+Experts = tuple[mx.array, int]  # which ones inputs go to, and how many there are
+See = Callable[[str, mx.array, Experts | None], None]  # told a layer's path and its input
 
 
 def calibrate(
@@ -85,29 +87,41 @@ def calibrate(
     RsvError
         bad_argument: no tokens, or none per chunk; source_invalid: the activations are not finite.
     """
-    begin = [] if bos is None else [bos]
-    step = chunk - len(begin)
-    if step < 1 or not len(tokens):
-        raise RsvError("bad_argument", "tokens", f"{len(tokens)} tokens in chunks of {chunk} leave nothing to run")
+    chunks = chunked(tokens, chunk, bos)
     told = progress or (lambda done, total, name: None)
     found = {} if found is None else found
-    with observed(model) as seen:
+    seen = Sums()
+    with observed(model, seen.see):
         told(0, len(tokens), "")
-        for start in range(0, len(tokens), step):
-            part = [*begin, *tokens[start : start + step]]
-            model(mx.array([part]))  # lazy: what no layer's input depends on is never computed
+        for i, part in enumerate(chunks, 1):
+            model(mx.array([part]))
             mx.eval(seen)
             grown: dict[str, Counts] = {}
             for name, (sums, counts) in seen.items():
                 wide = np.array(sums, np.float64), np.array(counts, np.float64)
                 grown[name] = (found[name][0] + wide[0], found[name][1] + wide[1]) if name in found else wide
             found.update(grown)  # whole chunks only, whenever this is interrupted
-            told(min(start + step, len(tokens)), len(tokens), f"{len(found)} layers")
+            told(min(i * (chunk - (bos is not None)), len(tokens)), len(tokens), f"{len(found)} layers")
             seen.clear()
     for name, (total, _) in found.items():
         if not np.isfinite(total).all():
             raise RsvError("source_invalid", name, "its input is not finite")
     return found
+
+
+def chunked(tokens: Sequence[int], chunk: int, bos: int | None) -> list[list[int]]:
+    """Tokens in chunks of so many, each of which begins with `bos`, if there is one, which counts as one of them.
+
+    Raises
+    ------
+    RsvError
+        bad_argument: no tokens, or none per chunk.
+    """
+    begin = [] if bos is None else [bos]
+    step = chunk - len(begin)
+    if step < 1 or not len(tokens):
+        raise RsvError("bad_argument", "tokens", f"{len(tokens)} tokens in chunks of {chunk} leave nothing to run")
+    return [[*begin, *tokens[start : start + step]] for start in range(0, len(tokens), step)]
 
 
 def random_importance(model: Module, seed: int = 0) -> dict[str, NDArray[np.float64]]:
@@ -180,63 +194,51 @@ def encode(tokenizer: Any, text: str, most: int | None = None) -> tuple[list[int
 def counts_nbytes(model: Module) -> int:
     """About how many bytes `calibrate` finds, as float32."""
     found: list[tuple[str, Module]] = model.named_modules()  # type: ignore[no-untyped-call]
-    shapes = [weight_shape(module) or () for name, module in found if _watched(module, name, {}) is not None]
+    shapes = [
+        weight_shape(module) or () for name, module in found if _watched(module, name, lambda *_: None) is not None
+    ]
     return sum(4 * prod(shape[:-2]) * (shape[-1] + 1) for shape in shapes)
 
 
 @contextlib.contextmanager
-def observed(model: Module) -> Iterator[dict[str, tuple[mx.array, mx.array]]]:
-    """While the body runs, calls of linear layers add to the sums and counts that this yields, lazily.
+def observed(model: Module, see: See) -> Iterator[None]:
+    """While the body runs, calls of linear layers are told to `see` before they are done.
 
     Modules keep their identity and attributes: only their classes are exchanged, for subclasses that look.
     """
-    seen: dict[str, tuple[mx.array, mx.array]] = {}
     before: list[tuple[Module, type[Module], type[Module]]] = []
     try:
         for name, module in model.named_modules():  # type: ignore[no-untyped-call]
             if isinstance(module, Packed):
                 _ = module.codes  # a layer that is yet to be read takes its class then
-            watched = _watched(module, name, seen)
+            watched = _watched(module, name, see)
             if watched is not None:
                 before.append((module, type(module), watched))
                 module.__class__ = watched
-        yield seen
+        yield
     finally:
         for module, kind, watched in reversed(before):  # one module may lie at two paths
             if type(module) is watched:  # and a call may have made it another
                 module.__class__ = kind
 
 
-def _watched(module: Module, name: str, seen: dict[str, tuple[mx.array, mx.array]]) -> type[Module] | None:
-    """A subclass of the module's that records inputs under a name, None for what is no linear layer."""
-
-    def add(sums: mx.array, counts: mx.array) -> None:
-        if name in seen:
-            sums, counts = seen[name][0] + sums, seen[name][1] + counts
-        seen[name] = sums, counts
-
-    def look(x: mx.array) -> None:
-        rows = x.reshape(-1, x.shape[-1]).astype(mx.float32)
-        add(mx.square(rows).sum(axis=0), mx.array([float(rows.shape[0])]))
-
+def _watched(module: Module, name: str, see: See) -> type[Module] | None:
+    """A subclass of the module's that tells of its inputs under a name, None for what is no linear layer."""
     base: Any = type(module)
 
     class Watched(base):  # type: ignore[misc]
         def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> Any:
-            look(x)
+            see(name, x, None)
             return super().__call__(x, *args, **kwargs)
 
     class WatchedHead(base):  # type: ignore[misc]
         def as_linear(self, x: mx.array) -> Any:
-            look(x)
+            see(name, x, None)
             return super().as_linear(x)
 
     class WatchedExperts(base):  # type: ignore[misc]
         def __call__(self, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any) -> Any:
-            rows = mx.broadcast_to(x, (*indices.shape, *x.shape[-2:]))  # of each expert that a token goes to
-            squares = mx.square(rows.astype(mx.float32)).reshape(-1, x.shape[-1])
-            experts, zeros = indices.reshape(-1), mx.zeros((self.num_experts, x.shape[-1]))
-            add(zeros.at[experts].add(squares), zeros[:, 0].at[experts].add(1.0))
+            see(name, x, (indices, self.num_experts))
             return super().__call__(x, indices, *args, **kwargs)
 
     if isinstance(module, Linear | AffineLinear | QuantizedLinear):
@@ -244,6 +246,29 @@ def _watched(module: Module, name: str, seen: dict[str, tuple[mx.array, mx.array
     if isinstance(module, Embedding | AffineEmbedding | QuantizedEmbedding):
         return WatchedHead
     return WatchedExperts if is_switch(module) or isinstance(module, QuantizedSwitchLinear) else None
+
+
+class Sums(dict[str, tuple[mx.array, mx.array]]):
+    """Sums of squares of the inputs of layers, by path, and their counts, lazily: what none depends on is not run."""
+
+    def see(self, name: str, x: mx.array, experts: Experts | None) -> None:
+        """For `observed`."""
+        sums, counts = _squares(x, experts)
+        if name in self:
+            sums, counts = self[name][0] + sums, self[name][1] + counts
+        self[name] = sums, counts
+
+
+def _squares(x: mx.array, experts: Experts | None) -> tuple[mx.array, mx.array]:
+    """Sums of squares of a layer's inputs and their count; of experts those of each."""
+    if experts is None:
+        rows = x.reshape(-1, x.shape[-1]).astype(mx.float32)
+        return mx.square(rows).sum(axis=0), mx.array([float(rows.shape[0])])
+    indices, count = experts
+    rows = mx.broadcast_to(x, (*indices.shape, *x.shape[-2:]))  # of each expert that a token goes to
+    squares = mx.square(rows.astype(mx.float32)).reshape(-1, x.shape[-1])
+    numbers, zeros = indices.reshape(-1), mx.zeros((count, x.shape[-1]))
+    return zeros.at[numbers].add(squares), zeros[:, 0].at[numbers].add(1.0)
 
 
 def load_anything(spec: str | os.PathLike[str], *, max_order: int | None = None) -> tuple[Module, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,6 +21,7 @@ from rsv_mlx.binding import changed_when_loaded, install, packed_kind
 from rsv_mlx.calibrate import random_importance
 from rsv_mlx.codebook import Codebook
 from rsv_mlx.embedding import QuantizedEmbedding
+from rsv_mlx.moments import ModelCalibration
 from rsv_mlx.packed import Packed, dense_rows, weight_dtype, weight_shape
 from rsv_mlx.transform import Transform
 from rsv_mlx.uses import assigned
@@ -37,6 +39,8 @@ def quantize_model(
     window: int | None = None,
     rotation: str = "hartley",
     importance: Mapping[str, Floats] | str | None = "auto",
+    calibration: Sequence[int] | ModelCalibration | None = None,
+    feedback: bool | None = None,
     seed: int = 0,
     embedding_bits: int | str | None = None,
     include: Sequence[str] = (),
@@ -63,7 +67,12 @@ def quantize_model(
         Layer's path -> mean squared activations, floating (in_features,) or one row for each expert. Layers
         that share their input get the mean of those that are named. "auto" runs the model on random tokens, if
         it takes tokens, which makes weights that were loaded lazily resident; None is that all channels matter
-        alike. `calibrate` measures it on text.
+        alike.
+    calibration : sequence of int or ModelCalibration, optional
+        Tokens of a text of the kind that the model will see: "auto" measures importance on them, and later weights put
+        right what earlier ones lose, by what the layers see of them.
+    feedback : bool, optional
+        False leaves the latter out.
     embedding_bits : int or "keep", optional
         1 to 8, of embeddings (a tied head included) and of an untied `lm_head`; "keep" leaves them as they are.
         If not given, 5, or as many as the other layers if those have more.
@@ -81,7 +90,14 @@ def quantize_model(
     if isinstance(importance, str) and importance != "auto":
         raise RsvError("bad_argument", "importance", f"{importance!r} is neither 'auto' nor a mapping")
     job = _Job(model, bits, codebook, window, rotation, seed, embedding_bits, include, exclude, threads)
-    if isinstance(importance, str):
+    if calibration is not None and not isinstance(calibration, ModelCalibration):
+        calibration = ModelCalibration(model, calibration)
+    if feedback and calibration is None:
+        raise RsvError("bad_argument", "feedback", "it goes by a calibration, and there is none")
+    if isinstance(importance, str) and calibration is not None:
+        found = calibration.importance(progress)
+        job.weigh({path: found[name] for path in job.shapes if (name := rsv_format.plain_name(path)) in found})
+    elif isinstance(importance, str):
         job.weigh(random_importance(model, seed))
     elif importance is not None:
         job.weigh(importance)
@@ -89,12 +105,19 @@ def quantize_model(
         raise RsvError("importance_mismatch", "importance", "it names none of the layers that are quantized")
     told = progress or (lambda done, total, name: None)
     total, done = sum(prod(shape) for shape in job.shapes.values()), 0
-    for group in job.groups:
+    moments: Iterator[Floats | None] = itertools.repeat(None)
+    if calibration is not None and feedback is not False:
+        moments = calibration.moments([rsv_format.plain_name(group[0]) for group in job.groups])
+    for group, moment in zip(job.groups, moments, strict=False):
         told(done, total, group[0])
-        transform = job.transform(group)
+        transform = job.transform(group, moment is not None)
+        spread = None
+        if moment is not None and calibration is not None:
+            stored = None if transform is None else transform.to_format()
+            spread = rsv_format.spread_errors(moment, calibration.tokens, stored)
         for path in group:
             told(done, total, path)
-            install(model, {path: job.quantized(path, transform)}, {})
+            install(model, {path: job.quantized(path, transform, spread)}, {})
             mx.clear_cache()  # or MLX would keep the memory of the weight that was replaced
             done += prod(job.shapes[path])
     told(total, total, "")
@@ -148,9 +171,11 @@ class _Job:
         """Take the importance of the layers from here."""
         self.importance = self._shared_importance(importance)
 
-    def transform(self, group: list[str]) -> Transform | None:
+    def transform(self, group: list[str], feedback: bool) -> Transform | None:
         """The transform of a group; Haar ones of a width are the same one."""
         dim, importance = self.shapes[group[0]][-1], self.importance.get(group[0])
+        if feedback and importance is not None:
+            importance = rsv_format.feedback_importance(importance)
         shareable = self.rotation == "haar" and importance is None
         if shareable and dim in self._haar:
             return self._haar[dim]
@@ -167,7 +192,7 @@ class _Job:
             self._haar[dim] = transform
         return transform
 
-    def quantized(self, path: str, transform: Transform | None) -> Packed:
+    def quantized(self, path: str, transform: Transform | None, spread: Any = None) -> Packed:
         """The packed layer that takes a module's place, in memory."""
         stored = None if transform is None else transform.to_format()
         parts: list[LayerData] = []
@@ -175,7 +200,7 @@ class _Job:
             try:
                 part = rsv_format.quantize_matrix(
                     block, name=path, bits=self.layer_bits[path], codebook=self.codebook, window=self.window,
-                    rotation="none", transform=stored, threads=self.threads,
+                    rotation="none", transform=stored, spread=spread, threads=self.threads,
                 )  # fmt: skip
             except RsvError as e:
                 first = sum(part.scales.size for part in parts)

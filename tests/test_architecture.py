@@ -14,12 +14,13 @@ import rsv_format
 ROOT = Path(__file__).resolve().parents[1]
 OURS = {"rsv_format", "rsv_mlx", "rsv_cli", "conformance", "tests"}
 PUBLIC = {
-    "CODES", "EMBEDDING_BITS", "PAGE", "Attachment", "AttachmentData", "Change", "Changes", "Difference",
-    "Evaluation", "File", "Layer", "LayerData", "QuantizeOptions", "QuantizeReport", "Role", "RsvError",
-    "Source", "SourceTensor", "Summary", "Tensor", "TensorData", "Transform", "Writer", "convert",
-    "default_text", "diff", "evaluate", "evaluate_logits", "group_transform", "layer_role", "open",
-    "open_source", "pack", "quantize", "quantize_layers", "quantize_matrix", "random_tokens", "save",
-    "share_groups", "summarize", "table_bits", "text_windows", "unpack", "verify", "write", "__version__",
+    "CALIBRATION_TOKENS", "CODES", "EMBEDDING_BITS", "PAGE", "Attachment", "AttachmentData", "Calibration",
+    "Change", "Changes", "Difference", "Evaluation", "File", "Layer", "LayerData", "QuantizeOptions",
+    "QuantizeReport", "Role", "RsvError", "Source", "SourceTensor", "Summary", "Tensor", "TensorData", "Transform",
+    "Writer", "__version__", "convert", "default_text", "diff", "evaluate", "evaluate_logits",
+    "feedback_importance", "group_transform", "layer_role", "open", "open_source", "pack", "plain_name", "quantize",
+    "quantize_layers", "quantize_matrix", "random_tokens", "save", "share_groups", "spread_errors", "summarize",
+    "table_bits", "text_windows", "unpack", "verify", "write",
 }  # fmt: skip
 # conformance is independent of the implementation that it tests, but for what drives it
 DRIVERS = {"conformance/adapters/python.py", "conformance/adapters/faulty.py", "conformance/faulty.py"}

@@ -16,9 +16,9 @@ import rsv_format
 from rsv_format import RsvError, quantize_matrix
 from rsv_format.decoder import Decoder
 from rsv_format.packing import window_indices
-from rsv_format.quantizer.calibration import Moments, block_of
+from rsv_format.quantizer.calibration import DecoderCalibration, block_of
 from rsv_format.quantizer.codebooks import centroids
-from rsv_format.quantizer.feedback import encoder, spread
+from rsv_format.quantizer.feedback import encoder, spread_errors
 from rsv_format.quantizer.matrix import make_transform
 from rsv_format.quantizer.scalar import nearest
 
@@ -76,7 +76,7 @@ def test_outputs_come_nearer_on_tokens_that_it_has_not_seen(
 ) -> None:
     x, new, w = inputs(1, 2000, width), inputs(5, 500, width), gauss(0, rows, width)
     transform = make_transform(width, seed=7)
-    known = spread(x.T @ x / len(x), transform)
+    known = spread_errors(x.T @ x / len(x), len(x), transform)
     assert known is not None and [start for start, _, _ in known] == [*range(0, known[-1][0] + 1, 64)]
     errors = []
     for own in (None, known):
@@ -90,7 +90,7 @@ def test_outputs_come_nearer_on_tokens_that_it_has_not_seen(
 
 def test_where_channels_are_alike_there_is_nothing_to_spread() -> None:
     rows, table = gauss(0, 70, 200), centroids("lloyd-max", 4)
-    known = spread(np.eye(200, dtype=np.float32), None)
+    known = spread_errors(np.eye(200, dtype=np.float32), 99, None)
     assert known is not None and all(not matrix.any() for _, _, matrix in known)
     encoded, _ = encoder(table, 4, known)
     assert np.array_equal(encoded(rows), nearest(table)(rows))
@@ -98,13 +98,13 @@ def test_where_channels_are_alike_there_is_nothing_to_spread() -> None:
 
 @pytest.mark.parametrize("moment", [np.zeros((130, 130)), np.full((130, 130), np.nan), np.eye(64), np.eye(1)])
 def test_what_says_nothing_is_not_used(moment: np.ndarray) -> None:
-    assert spread(moment.astype(np.float32), None) is None
+    assert spread_errors(moment.astype(np.float32), 99, None) is None
 
 
 @pytest.mark.parametrize("codebook", ["lloyd-max", "trellis"])
 def test_rows_are_alone_and_indices_are_windows(codebook: str) -> None:
     x, rows, table = inputs(1, 600, 150), gauss(3, 64, 150), centroids(codebook, 4)
-    known = spread(x.T @ x, None)
+    known = spread_errors(x.T @ x, 600, None)
     assert known is not None
     encoded, _ = encoder(table, 4, known)
     whole = encoded(rows)
@@ -120,13 +120,14 @@ def test_moments_are_those_of_the_inputs(folder: Path) -> None:
         tokens = np.arange(60) % 64
         decoder = Decoder(CONFIG, fetched(tensors), seen.__setitem__, 512)
         decoder.run(tensors["model.embed_tokens.weight"][tokens])
-        moments = Moments(source, tokens)
-        for name in sorted(seen, key=block_of):
-            found = moments.of(name)
+        names = [*sorted(seen, key=block_of), "model.embed_tokens", "model.layers.11.mlp.up_proj"]
+        moments = DecoderCalibration(source, tokens).moments(names)
+        for name, found in zip(names, moments, strict=True):
+            if name not in seen:
+                assert found is None
+                continue
             assert found is not None
             np.testing.assert_allclose(found, seen[name].T @ seen[name] / 60, rtol=1e-4, atol=1e-4)
-            assert {block_of(x) for x in moments._found} == {block_of(name)}
-        assert moments.of("model.embed_tokens") is None and moments.of("model.layers.11.mlp.up_proj") is None
 
 
 @pytest.mark.parametrize("codebook", ["lloyd-max", "trellis"])
@@ -148,10 +149,10 @@ def test_a_file_calibrated_on_a_text(codebook: str, folder: Path, tmp_path: Path
         assert "quantizer.feedback" not in file.metadata
 
 
-def test_random_tokens_where_there_is_no_text(folder: Path, tmp_path: Path) -> None:
-    for feedback in (False, True):
-        rsv_format.quantize(folder, tmp_path / f"{feedback}.rsv", bits=3, feedback=feedback)
-    assert (tmp_path / "True.rsv").read_bytes() != (tmp_path / "False.rsv").read_bytes()
+def test_without_a_text_there_is_nothing_to_go_by(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RsvError) as e:
+        rsv_format.quantize(folder, tmp_path / "a.rsv", feedback=True)
+    assert e.value.code == "bad_argument" and not (tmp_path / "a.rsv").exists()
 
 
 def without(name: str) -> Callable[[rsv_format.Source], None]:

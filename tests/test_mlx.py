@@ -670,8 +670,9 @@ def test_adopted_weights_run_and_leave_the_file_alone(tmp_path: Path) -> None:
 def test_front_door() -> None:
     assert len(rsv_mlx.__all__) == len(set(rsv_mlx.__all__))
     assert set(rsv_mlx.__all__) == {
-        "__version__", "LoadReport", "QuantizedEmbedding", "QuantizedLinear", "QuantizedSwitchLinear",
-        "adoption_obstacle", "evaluate", "graft", "load", "load_model", "load_tokenizer", "quantize_model", "save",
+        "__version__", "LoadReport", "ModelCalibration", "QuantizedEmbedding", "QuantizedLinear",
+        "QuantizedSwitchLinear", "adoption_obstacle", "evaluate", "graft", "load", "load_model", "load_tokenizer",
+        "quantize_model", "save", "text_calibration",
     }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -30,10 +31,9 @@ from rsv_format.layout import BIAS_DTYPES
 from rsv_format.limits import MAX_NAME
 from rsv_format.outputs import check
 from rsv_format.quantizer.budget import LEVELS, Demand, quantized_nbytes, spend, weighted_error
-from rsv_format.quantizer.calibration import TOKENS, WINDOW, Moments, block_of, calibration_tokens
+from rsv_format.quantizer.calibration import DecoderCalibration, block_of
 from rsv_format.quantizer.codebooks import centroids
-from rsv_format.quantizer.evaluation import check_family
-from rsv_format.quantizer.feedback import Spread, spread
+from rsv_format.quantizer.feedback import Spread, feedback_importance, spread_errors
 from rsv_format.quantizer.importance import norm_gains, plain_name, share_groups
 from rsv_format.quantizer.matrix import (
     Rows,
@@ -48,7 +48,7 @@ from rsv_format.quantizer.matrix import (
 )
 from rsv_format.quantizer.options import DEFAULT_BITS, IMPORTANCES, Importance, QuantizeOptions, table_bits
 from rsv_format.quantizer.predicates import least_bits
-from rsv_format.quantizer.synthetic import measured_importance, random_tokens, synthetic_importance
+from rsv_format.quantizer.synthetic import synthetic_importance
 from rsv_format.quantizer.threads import DEFAULT_MEMORY, Room, ordered
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
@@ -245,11 +245,10 @@ class _Job:
         self.biases = {name: bias for name in self.layers if (bias := self._bias(name)) is not None}
         self.groups = [part for group in share_groups(self.layers) for part in self._same_width(group)]
         self.importance: Mapping[str, Floats] = {}
-        text, feedback = self.options.calibration, self.options.feedback
-        self.tokens = None if text is None else calibration_tokens(self.source, text)
-        self.feedback = text is not None if feedback is None else feedback
-        if self.feedback:
-            check_family(self.source.config or {}, WINDOW)
+        given = self.options.calibration
+        self.calibration = DecoderCalibration.of_text(self.source, given) if isinstance(given, str) else given
+        self.feedback = None if self.options.feedback is False else self.calibration  # what it goes by
+        if self.feedback is not None:
             self.groups.sort(key=lambda group: block_of(group[0]))  # the model runs through them
         if self.given is not None:
             self.importance = self._shared_importance(self._named_in(self.given))
@@ -313,12 +312,15 @@ class _Job:
     def layers_in_pieces(self) -> Iterator[_Pieces]:
         """The layers, group by group, each to be taken before the next one."""
         total, done = sum(prod(self._weight(name).shape) for name in self.layers), 0
-        moments = self._moments() if self.feedback else None
-        for group in self.groups:
+        for group, moment in zip(self.groups, self._moments(), strict=False):
             self.progress(done, total, group[0])
-            transform = self._transform(group)
-            moment = None if moments is None else moments.of(group[0])
-            known = None if moment is None else spread(moment, transform)
+            importance = self.importance.get(group[0])
+            if importance is not None and moment is not None:
+                importance = feedback_importance(importance)
+            transform = self._transform(group, importance)
+            known = None
+            if moment is not None and self.feedback is not None:
+                known = spread_errors(moment, self.feedback.tokens, transform)
             for name in group:
                 yield _Pieces(name, transform, self._quantized(name, transform, known, done, total))
                 done += prod(self._weight(name).shape)
@@ -378,9 +380,9 @@ class _Job:
         }
         if self.options.codebook == "trellis":
             metadata["quantizer.window"] = str(self._window(self.plain_bits))
-        if self.tokens is not None:
-            metadata["quantizer.calibration"] = f"{self.tokens.size} tokens"
-        if self.feedback:
+        if self.calibration is not None:
+            metadata["quantizer.calibration"] = f"{self.calibration.tokens} tokens"
+        if self.feedback is not None:
             metadata["quantizer.feedback"] = "true"
         if self.options.bits_per_weight is not None:
             metadata["quantizer.bits_per_weight"] = f"{self.options.bits_per_weight:g}"
@@ -466,11 +468,12 @@ class _Job:
         """Mean squared activations of the layers for which they can be told from the model."""
         if self.options.importance == "auto":
             told = self._phase("importance")
-            if self.tokens is None:
-                found = synthetic_importance(self.source, self.options.seed, told)
-            else:
-                found = measured_importance(self.source, self.tokens, WINDOW, told)
-            if found:
+            if self.calibration is not None:
+                measured = self.calibration.importance(told)
+                if measured is None:
+                    raise RsvError("source_invalid", self.source.path, "the model does not run on the text")
+                return self._named_in(measured)
+            if found := synthetic_importance(self.source, self.options.seed, told):
                 return found
         return self._norm_gains()
 
@@ -519,7 +522,7 @@ class _Job:
         transform = make_transform(dim, rotation=self.options.rotation, scales=scales)
         return None if transform is None else transform_entry(transform)
 
-    def _transform(self, group: list[str]) -> Transform | None:
+    def _transform(self, group: list[str], importance: Floats | None) -> Transform | None:
         return group_transform(
             self._weight(group[0]).shape[-1],
             (piece for name in group for piece in self._rows(name)),
@@ -527,16 +530,14 @@ class _Job:
             rotation=self.options.rotation,
             persist_rotation=self.options.persist_rotation,
             seed=self.options.seed,
-            importance=self.importance.get(group[0]),
+            importance=importance,
         )
 
-    def _moments(self) -> Moments:
-        """What the layers see of the text, or of random tokens."""
-        if self.tokens is not None:
-            return Moments(self.source, self.tokens)
-        embedding = self.source.tensors.get("model.embed_tokens.weight")
-        vocabulary = 1 if embedding is None else embedding.shape[0]
-        return Moments(self.source, random_tokens(vocabulary, self.options.seed, TOKENS))
+    def _moments(self) -> Iterator[NDArray[np.float32] | None]:
+        """For each group what feedback goes by, None where there is nothing."""
+        if self.feedback is None:
+            return itertools.repeat(None)
+        return self.feedback.moments([plain_name(group[0]) for group in self.groups])
 
     def _quantized(
         self, name: str, transform: Transform | None, known: Spread | None, done: int, total: int

@@ -34,19 +34,25 @@ from rsv_format.rotation import Transform
 Floats = NDArray[np.floating[Any]]
 Spread = tuple[tuple[int, int, NDArray[np.float32]], ...]
 
-_DAMPING, _SHRINKAGE = 1.0, 0.5
+_DOUBT = 2048  # tokens of white noise that H is made to have seen as well
 _BLOCK = 64  # columns
 _AHEAD = 16  # columns that a path looks ahead, so that it does not end in a bad state
 _ROWS = 256  # of a scalar codebook, at a time
 
 
-def spread(moment: Floats, transform: Transform | None) -> Spread | None:
+def feedback_importance(importance: Floats) -> Floats:
+    """The importance of channels for a transform, where feedback is to heed it too: half of it, in logarithms."""
+    return np.asarray(np.sqrt(importance))
+
+
+def spread_errors(moment: Floats, tokens: int, transform: Transform | None) -> Spread | None:
     """How the errors of each block of columns are spread over those that come later.
 
     Parameters
     ----------
     moment : floating (in_features, in_features)
-        The mean of x' x over some tokens, x (in_features,) being the layer's input.
+        The mean of x' x over the tokens, x (in_features,) being the layer's input.
+    tokens : int
     transform : Transform or None
         The layer's.
 
@@ -62,9 +68,8 @@ def spread(moment: Floats, transform: Transform | None) -> Spread | None:
     edges = [*range(0, max(h.shape[0] - _BLOCK // 2, 1), _BLOCK), h.shape[0]]
     if len(edges) == 2 or not np.isfinite(h).all() or not mean > 0:
         return None
-    diagonal = np.diag(h) / mean
-    h = h * ((1 - _SHRINKAGE) / mean)
-    np.fill_diagonal(h, diagonal + _DAMPING)
+    h = h / mean
+    h[np.diag_indices_from(h)] += _DOUBT / tokens
     upper = np.linalg.cholesky(np.linalg.inv(h)).T
     return tuple(
         (start, stop, np.linalg.solve(upper[start:stop, start:stop], upper[start:stop, stop:]).astype(np.float32))

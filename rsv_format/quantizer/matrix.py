@@ -73,7 +73,7 @@ def quantize_matrix(
     transform : Transform, optional
         Use this one, made for several layers with one input, instead of making one.
     spread : optional
-        Error feedback with what `feedback.spread` gives for the layer's input and this transform.
+        Error feedback with what `spread_errors` gives for the layer's input and this transform.
     bias : (rows,), optional, with bias_dtype
         Kept as it is; bfloat16 as uint16 bits.
     threads : int, optional

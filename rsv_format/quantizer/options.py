@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,27 @@ from numpy.typing import NDArray
 from rsv_format.errors import RsvError
 
 Floats = NDArray[np.floating[Any]]
+Progress = Callable[[int, int, str], None]
 Importance = str | os.PathLike[str] | Mapping[str, Floats]
 
 IMPORTANCES = ("auto", "gains", "none")
 DEFAULT_BITS = 4
 EMBEDDING_BITS = 5  # of tables: they cost little where 4 cost much (benchmarks/quality.py)
+
+
+class Calibration(Protocol):
+    """What the layers of a model see of some tokens; layers go by the names that `importance.plain_name` gives."""
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+
+    def importance(self, progress: Progress | None = None) -> Mapping[str, Floats] | None:
+        """The mean squared activation of each input channel (in_features,) by layer; None if the model does not run."""
+
+    def moments(self, names: Sequence[str]) -> Iterator[NDArray[np.float32] | None]:
+        """For each of some layers, in their order, which is best that of the blocks: the mean of x' x, x
+        (in_features,) being its input, float32 (in_features, in_features); None for a layer that is not seen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +61,12 @@ class QuantizeOptions:
         norms that feed the layers, or nothing, where it is not. A path is that of a llama.cpp imatrix file. A
         mapping goes from layer names to mean squared activations (in_features,). Of a stack of experts the
         mean of theirs counts, (experts, in_features) or by the names that they have in the checkpoint.
-    calibration : str, optional
-        A text of the kind that the model will see: importance is measured on it instead of on random tokens.
+    calibration : str or Calibration, optional
+        A text of the kind that the model will see: importance is measured on it instead of on random tokens. Numpy runs
+        llama, mistral, qwen2 and qwen3 on it; for others, what `rsv_mlx.TextCalibration` gives.
     feedback : bool, optional
-        Let later weights put right what earlier ones lose (see `feedback`), by what the layers see of the text, or
-        of random tokens, from which there is little to gain. True where there is a text, unless given.
+        False does without what a text is for besides: that later weights put right what earlier ones lose (see
+        `feedback`), by what the layers see of it.
     include, exclude : patterns
         Shell-style, on layer names such as "model.layers.0.mlp.up_proj"; exclude wins. Layers left out
         are kept as tensors. Experts that are stacked are one layer: it goes by its own name, such as
@@ -65,7 +82,7 @@ class QuantizeOptions:
     persist_rotation: bool = False
     seed: int = 0
     importance: Importance = "auto"
-    calibration: str | None = None
+    calibration: str | Calibration | None = None
     feedback: bool | None = None
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
@@ -76,6 +93,8 @@ class QuantizeOptions:
                 raise RsvError("bad_argument", "bits_per_weight", "cannot be had with a number of bits for all layers")
             if not 0 < self.bits_per_weight < float("inf"):
                 raise RsvError("bad_argument", "bits_per_weight", f"{self.bits_per_weight} is no positive number")
+        if self.feedback and self.calibration is None:
+            raise RsvError("bad_argument", "feedback", "it goes by a calibration, and there is none")
         for name, patterns in (("include", self.include), ("exclude", self.exclude)):
             if isinstance(patterns, str):  # or it would be read letter by letter
                 raise RsvError("bad_argument", name, f"want a list of patterns, not the string {patterns!r}")
