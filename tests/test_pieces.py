@@ -300,6 +300,19 @@ def test_results_come_in_order_and_none_is_made_long_before_it_is_wanted() -> No
     assert list(threads.ordered(work, [], 2)) == []
 
 
+def test_products_take_no_threads_of_their_own() -> None:
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+
+    def counts(_: int = 0) -> list[int]:
+        return [x["num_threads"] for x in threadpoolctl.threadpool_info() if x["user_api"] == "blas"]
+
+    threads._libraries.cache_clear()  # what was loaded meanwhile is to be known
+    before = counts()
+    for workers in (1, 2):
+        within = list(threads.ordered(counts, range(3), workers))
+        assert within == [[1] * len(before)] * 3 and counts() == before
+
+
 # --- writing --------------------------------------------------------------------------------------------------------
 
 

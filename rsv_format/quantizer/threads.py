@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 from rsv_format.errors import RsvError
 
@@ -63,9 +65,10 @@ def ordered(work: Callable[[T], R], items: Sequence[T], threads: int | None) -> 
     """What `work` returns for every item, in their order; no more of it waits than there are threads."""
     workers = min(threads or os.cpu_count() or 1, len(items))
     if workers <= 1:
-        yield from map(work, items)
+        with _one_thread_each():
+            yield from map(work, items)
         return
-    with ThreadPoolExecutor(workers) as pool:
+    with _one_thread_each(), ThreadPoolExecutor(workers) as pool:
         waiting: deque[Future[R]] = deque()
         try:
             for item in items:
@@ -77,3 +80,22 @@ def ordered(work: Callable[[T], R], items: Sequence[T], threads: int | None) -> 
         finally:
             for future in waiting:
                 future.cancel()
+
+
+def _one_thread_each() -> contextlib.AbstractContextManager[Any]:
+    """While it is entered, matrix products take no threads of their own: ours would wait for them, spinning.
+
+    What they round to then does not depend on the number of cores.
+    """
+    controller = _libraries()
+    return contextlib.nullcontext() if controller is None else controller.limit(limits=1, user_api="blas")
+
+
+@cache
+def _libraries() -> Any:
+    """Those that have threads, None where it cannot be told."""
+    try:
+        from threadpoolctl import ThreadpoolController
+    except ImportError:
+        return None
+    return ThreadpoolController()
