@@ -19,6 +19,7 @@ import rsv_format
 from rsv_format import RsvError, Source, SourceTensor, open_source
 from rsv_format.dtypes import to_float32
 from rsv_format.quantizer import threads
+from rsv_format.quantizer.calibration import DecoderCalibration
 from rsv_format.sources.base import dense_tensor
 
 BLOCK = "model.layers.0"
@@ -180,7 +181,9 @@ def test_the_size_of_the_pieces_changes_no_byte(
 ) -> None:
     source = llama(tmp_path / "m")
     monkeypatch.setattr("rsv_format.quantizer.matrix._CHUNK", 7 * 64)  # seven rows at a time
-    monkeypatch.setattr("rsv_format.quantizer.conversion.TOKENS", 100)
+    if options.get("feedback"):
+        seen = DecoderCalibration(open_source(source), np.random.default_rng(0).integers(0, 300, 100))
+        options = options | {"calibration": seen}
     found = []
     for count, (pieces, workers, memory) in enumerate(((1, 1, 2**30), (100, 1, 2**20), (3, 2, 2**20), (1, 3, 2**24))):
         monkeypatch.setattr(threads, "_PIECES", pieces)
