@@ -13,6 +13,7 @@ from rich.text import Text
 from rsv_cli import terminal
 from rsv_cli.options import USUAL_ORDER, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import mlx_module, scratch, session
+from rsv_cli.texts import decoded, read_bytes
 
 
 def generate(
@@ -47,13 +48,8 @@ def generate(
 
 def _text(prompt: str) -> str:
     """What the option says, or standard input; UTF-8 in any locale."""
-    from rsv_format import RsvError
-
-    data = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as e:
-        raise RsvError("bad_argument", "--prompt", f"is not UTF-8: {e.reason} at byte {e.start}") from None
+    data = read_bytes(sys.stdin.buffer, "--prompt") if prompt == "-" else os.fsencode(prompt)
+    return decoded(data, "bad_argument", "--prompt")
 
 
 def _generate(

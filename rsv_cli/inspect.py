@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import sys
 import tempfile
 import time
@@ -130,13 +129,14 @@ def verify(
 def _input(name: str, max_order: int) -> Iterator[File]:
     """A file by its path, or what standard input gives: a pipe's bytes lie in a temporary file meanwhile."""
     import rsv_format
+    from rsv_format.stored import copy_stream
 
     if name != "-":
         with opened_file(Path(name), max_order=max_order) as opened:
             yield opened
         return
     with scratch(), tempfile.TemporaryFile() as kept:
-        shutil.copyfileobj(sys.stdin.buffer, kept)
+        copy_stream(sys.stdin.buffer, kept.write)
         kept.flush()
         with rsv_format.open(kept, max_order=max_order) as file:
             yield file.unmapped()

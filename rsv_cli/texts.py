@@ -1,8 +1,11 @@
-"""Text files that people name."""
+"""Text that people name or pipe in."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import IO
+
+LONGEST = 2**28  # bytes; calibration and prompts want thousands
 
 
 def read_text(path: Path) -> str:
@@ -11,11 +14,33 @@ def read_text(path: Path) -> str:
     Raises
     ------
     RsvError
-        source_invalid. OSError is the session's.
+        source_invalid, over_limit. OSError is the session's.
+    """
+    with path.open("rb") as file:
+        return decoded(read_bytes(file, str(path)), "source_invalid", str(path))
+
+
+def read_bytes(file: IO[bytes], where: str) -> bytes:
+    """What a file or a pipe gives, which may never end.
+
+    Raises
+    ------
+    RsvError
+        over_limit
     """
     from rsv_format import RsvError
 
+    data = file.read(LONGEST + 1)
+    if len(data) > LONGEST:
+        raise RsvError("over_limit", where, f"a text of more than {LONGEST} bytes: give a part of it")
+    return data
+
+
+def decoded(data: bytes, code: str, where: str) -> str:
+    """UTF-8, in any locale."""
+    from rsv_format import RsvError
+
     try:
-        return path.read_text("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as e:
-        raise RsvError("source_invalid", str(path), f"is not UTF-8: {e.reason} at byte {e.start}") from e
+        raise RsvError(code, where, f"is not UTF-8: {e.reason} at byte {e.start}") from e

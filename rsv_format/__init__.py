@@ -3,8 +3,8 @@
 Modules, bottom up:
 
 - errors, limits, version: codes and fixed sizes
-- locks: who lives;  replaceable: what an output may replace;  outputs: how files come into place;  scratch: temporary
-  folders
+- locks: who lives;  panics: what Rust prints;  scratch: temporary folders
+- replaceable: what an output may replace;  outputs: how files come into place
 - layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
 - roles: what tensors are for, by their names;  decoder: a model run in numpy
 - stored: a file's bytes;  tables: for notebooks
@@ -25,6 +25,7 @@ from importlib import import_module as _import_module
 from rsv_format.errors import CODES, RsvError
 from rsv_format.limits import PAGE
 from rsv_format.packing import pack, unpack
+from rsv_format.panics import quiet_panics
 from rsv_format.reader import Attachment, File, Layer, Tensor, open
 from rsv_format.roles import Role, layer_role
 from rsv_format.rotation import Transform
@@ -88,6 +89,7 @@ __all__ = [
     "quantize",
     "quantize_layers",
     "quantize_matrix",
+    "quiet_panics",
     "random_tokens",
     "save",
     "share_groups",

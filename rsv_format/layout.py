@@ -59,6 +59,13 @@ class Prologue:
     version_minor: int = VERSION_MINOR
 
 
+def declared_nbytes(start: bytes) -> int | None:
+    """How long a file is that begins so, if it is one of this format: what never ends need not be read whole."""
+    if len(start) < PROLOGUE_NBYTES or not start.startswith(MAGIC):
+        return None
+    return int(_PROLOGUE.parse(start[:PROLOGUE_NBYTES]).file_nbytes)
+
+
 def build_prologue(text: bytes, file_nbytes: int) -> bytes:
     """The 64 bytes before a header."""
     fields = {

@@ -8,15 +8,20 @@ import errno
 import mmap as _mmap
 import os
 import stat
+import sys
 import weakref
+from collections.abc import Callable
 from typing import IO
 
 import numpy as np
 
 from rsv_format.errors import RsvError
+from rsv_format.layout import declared_nbytes
+from rsv_format.limits import PROLOGUE_NBYTES
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes]
 _MAX_EXTENTS = 10_000  # of data between holes that are looked at
+_OF_NO_LENGTH = b"VQRS"  # which `convert` takes
 _AHEAD_NBYTES = 2**20  # read at once where parts are small
 
 
@@ -139,4 +144,23 @@ def _stored_in(file: IO[bytes], mmap: bool) -> Memory | Disk:
             disk = Disk(file.fileno(), found.st_size)
         if mmap:
             return Memory(memoryview(_mmap.mmap(file.fileno(), 0, access=_mmap.ACCESS_READ)), disk)
-    return disk or Memory(memoryview(file.read()))
+    if disk is not None:
+        return disk
+    content = bytearray()
+    copy_stream(file, content.extend)
+    return Memory(memoryview(content))
+
+
+def copy_stream(file: IO[bytes], write: Callable[[bytes], object]) -> None:
+    """What a pipe or a device gives: its first bytes say how much is wanted, one more byte shows that there is more."""
+    start = b""
+    while len(start) < PROLOGUE_NBYTES and (part := file.read(PROLOGUE_NBYTES - len(start))):
+        start += part
+    write(start)
+    nbytes = declared_nbytes(start)
+    if nbytes is None and not start.startswith(_OF_NO_LENGTH):
+        return
+    rest = sys.maxsize if nbytes is None else nbytes + 1 - len(start)
+    while rest > 0 and (part := file.read(min(rest, _AHEAD_NBYTES))):
+        write(part)
+        rest -= len(part)

@@ -19,7 +19,7 @@ from mlx.nn.layers.quantized import QuantizedLinear as AffineLinear
 from numpy.typing import NDArray
 
 import rsv_format
-from rsv_format import RsvError
+from rsv_format import RsvError, quiet_panics
 from rsv_mlx.binding import packed_kind
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
@@ -94,8 +94,9 @@ def calibrate(
     with observed(model, seen.see):
         told(0, len(tokens), "")
         for i, part in enumerate(chunks, 1):
-            model(mx.array([part]))
-            mx.eval(seen)
+            with library("unsupported_model", "config.json"):  # which may say what mlx-lm cannot run
+                model(mx.array([part]))
+                mx.eval(seen)
             grown: dict[str, Counts] = {}
             for name, (sums, counts) in seen.items():
                 wide = np.array(sums, np.float64), np.array(counts, np.float64)
@@ -180,7 +181,7 @@ def encode(tokenizer: Any, text: str, most: int | None = None) -> tuple[list[int
     RsvError
         unsupported_model: the tokenizer fails on it.
     """
-    with library("unsupported_model", "tokenizer"):
+    with library("unsupported_model", "tokenizer"), quiet_panics():
         begin = tokenizer.encode("")
         bos = tokenizer.bos_token_id if begin and begin[0] == tokenizer.bos_token_id else None
         length = len(text) if most is None else _CHARACTERS * most  # of a long text only what is needed
@@ -319,7 +320,7 @@ def _from_folder(path: Path) -> tuple[Module, Any]:
     """By mlx-lm, which knows quantized folders of many kinds; its code alone is run."""
     names = [name for name in os.listdir(path) if name in DATA or name.endswith(".tiktoken")]
     with library("unsupported_model", str(path)):
-        data = {name: (path / name).read_bytes() for name in names}
+        data = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}  # a device has no end
     with data_folder(data.items()) as folder, library("unsupported_model", str(path)):
         _require(str(path), folder)
         shapes = {

@@ -21,7 +21,7 @@ from typing import Any
 
 from mlx.nn.layers.base import Module
 
-from rsv_format import RsvError
+from rsv_format import RsvError, quiet_panics
 from rsv_mlx import tokenizing
 from rsv_mlx.lean import import_mlx_lm
 
@@ -232,7 +232,7 @@ def tokenizer(folder: Path, config: Mapping[str, Any], extra: Mapping[str, Any] 
     """
     if (extra or {}).get("trust_remote_code"):
         raise RsvError("bad_argument", "tokenizer_config", "trust_remote_code: code in a file is never run")
-    with library("unsupported_model", "tokenizer"):
+    with library("unsupported_model", "tokenizer"), quiet_panics():
         files = {path.name: path.read_bytes() for path in folder.iterdir()} if extra is None else {}
         found = tokenizing.read(files, config, lambda files: _of_transformers(files, config))
         if found is None:

@@ -19,8 +19,8 @@ PUBLIC = {
     "QuantizeReport", "Role", "RsvError", "Source", "SourceTensor", "Summary", "Tensor", "TensorData", "Transform",
     "Writer", "__version__", "convert", "default_text", "diff", "evaluate", "evaluate_logits",
     "feedback_importance", "group_transform", "layer_role", "open", "open_source", "pack", "plain_name", "quantize",
-    "quantize_layers", "quantize_matrix", "random_tokens", "save", "share_groups", "spread_errors", "summarize",
-    "table_bits", "text_windows", "unpack", "verify", "write",
+    "quantize_layers", "quantize_matrix", "quiet_panics", "random_tokens", "save", "share_groups", "spread_errors",
+    "summarize", "table_bits", "text_windows", "unpack", "verify", "write",
 }  # fmt: skip
 # conformance is independent of the implementation that it tests, but for what drives it
 DRIVERS = {"conformance/adapters/python.py", "conformance/adapters/faulty.py", "conformance/faulty.py"}
@@ -94,7 +94,7 @@ def test_what_declares_the_format_is_imported_in_one_place(package: str, module:
 # the layers of rsv_format: a module may import those in the lines above it, and those of its own that are named
 LAYERS = [
     {"errors": set(), "limits": set(), "version": set()},
-    {"locks": set(), "scratch": {"locks"}, "replaceable": set(), "outputs": {"locks", "replaceable"}},
+    {"locks": set(), "panics": set(), "scratch": {"locks"}, "replaceable": set(), "outputs": {"locks", "replaceable"}},
     {"layout": set(), "householder": set(), "decoder": set()},
     {"packing": set(), "codebook": set(), "rotation": set(), "dtypes": set(), "stored": set(), "tables": set()},
     {"header": set(), "payload": set(), "roles": set()},
@@ -144,7 +144,7 @@ def test_sources_know_of_nothing_but_arrays() -> None:
         for parts in (x.split(".") for x in imports(path))
         if parts[0] == "rsv_format"
     }
-    below = {"sources", "errors", "limits", "layout", "dtypes", "packing", "outputs", "replaceable", "roles"}
+    below = {"sources", "errors", "limits", "layout", "dtypes", "packing", "outputs", "panics", "replaceable", "roles"}
     assert "sources" in used and used <= below
 
 

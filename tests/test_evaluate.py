@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -148,6 +149,35 @@ def test_rotations_that_take_long_must_be_asked_for(folder: Path, tmp_path: Path
         shown = rsv("evaluate", source, tmp_path / "haar.rsv", *arguments, 63, code=1).output
         assert shown.startswith("error[over_limit]") and "max_order is 63" in shown
         rsv("evaluate", source, tmp_path / "haar.rsv", *arguments, 5000)
+
+
+def test_a_tokenizer_that_panics_is_one_error(
+    folder: Path, file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    other = changed(folder, tmp_path / "m")
+    tree = json.loads((other / "tokenizer.json").read_text())
+    piece = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "none", "type_id": 0}}
+    tree["post_processor"] = {"type": "TemplateProcessing", "single": piece, "pair": piece, "special_tokens": {}}
+    (other / "tokenizer.json").write_text(json.dumps(tree))
+    with pytest.raises(RsvError, match="source_invalid at tokenizer.json: PanicException"):
+        evaluate(other, file, text=TEXT)
+    rsv_mlx = pytest.importorskip("rsv_mlx", reason="MLX is not installed")
+    with pytest.raises(RsvError, match="unsupported_model at tokenizer: PanicException"):
+        rsv_mlx.evaluate(other, file, text=TEXT)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_is_printed_without_a_panic_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError), rsv_format.quiet_panics():
+        os.write(2, b"said")
+        raise KeyError
+    assert capfd.readouterr().err == "said"
+
+
+@pytest.mark.parametrize("change", [{"model_type": [1]}, {"rope_scaling": "x"}, {"num_hidden_layers": None}], ids=str)
+def test_configs_of_odd_kinds(folder: Path, file: Path, tmp_path: Path, change: dict) -> None:
+    with pytest.raises(RsvError):
+        evaluate(changed(folder, tmp_path / "m", **change), file, text=TEXT)
 
 
 def changed(folder: Path, to: Path, **config: object) -> Path:

@@ -735,7 +735,7 @@ def test_rows_are_dequantized_in_pieces(tmp_path: Path, monkeypatch: pytest.Monk
     x = np.random.default_rng(0).standard_normal((2, 24)).astype(np.float32)
     whole, product = layer.dequantize(), layer.matmul(x)
     for nbytes in (1, 4 * 24 * 2, 4 * 24 * 21):
-        monkeypatch.setattr("rsv_format.reader._ROWS_NBYTES", nbytes)
+        monkeypatch.setattr("rsv_format.reader._PIECE_NBYTES", nbytes)
         assert np.allclose(layer.dequantize(), whole, rtol=1e-5) and np.allclose(layer.matmul(x), product, rtol=1e-4)
         assert np.array_equal(layer.dequantize_rotated(), rotated_exactly(layer))
 
@@ -850,3 +850,40 @@ def test_reading_ahead_is_a_hint(tmp_path: Path) -> None:
         assert bytes(opened.buffer) == FILE
         opened.close()
         opened.read_ahead(0, 10)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs /dev/zero")
+def test_what_never_ends_is_not_read_whole(tmp_path: Path) -> None:
+    with pytest.raises(RsvError, match="bad_magic"):
+        rsv_format.open("/dev/zero")
+    data = small_file()
+
+    class Endless(io.RawIOBase):
+        """A file, and zeros for ever."""
+
+        read_so_far = 0
+
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, out: Any) -> int:
+            count = min(len(out), 1000)
+            part = data[self.read_so_far :][:count].ljust(count, b"\0")
+            out[:count] = part
+            self.read_so_far += count
+            return count
+
+    endless = Endless()
+    with pytest.raises(RsvError, match="trailing_bytes"):
+        rsv_format.open(endless)
+    assert endless.read_so_far < len(data) + 2000
+    for whole in (data, data[:100], data[:10], b""):
+        reader, writer = os.pipe()
+        os.write(writer, whole)
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            if whole == data:
+                assert bytes(rsv_format.open(pipe).buffer) == data
+            else:
+                with pytest.raises(RsvError, match="file_t"):
+                    rsv_format.open(pipe)

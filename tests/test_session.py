@@ -307,3 +307,25 @@ def test_inputs_that_cannot_be_read(file: Path) -> None:
     file.chmod(0)
     result = CliRunner().invoke(app, ["info", str(file)])
     assert result.exit_code == 1 and "Permission denied" in result.stderr
+
+
+def test_texts_that_never_end(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rsv_cli.texts.LONGEST", 10)
+    (tmp_path / "t.txt").write_bytes(b"x" * 11)
+    command = ["calibrate", str(file), "-t", str(tmp_path / "t.txt"), "-o", str(tmp_path / "i.gguf")]
+    assert CliRunner().invoke(app, command).stderr.startswith("error[over_limit] ")
+    said = CliRunner().invoke(app, ["generate", str(file), "-p", "-"], input=b"x" * 11).stderr
+    assert said.startswith("error[over_limit] --prompt")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs /dev/zero")
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_devices_in_a_models_folder(tmp_path: Path, name: str) -> None:
+    save_file({"a.weight": np.ones((32, 32), np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/dev/zero")
+    with contextlib.suppress(RsvError), rsv_format.open_source(tmp_path) as source:
+        assert set(source.attachments) == {"config.json"}
+    with pytest.raises(RsvError, match="no regular file"):
+        rsv_format.quantize(tmp_path, tmp_path / "q.rsv", importance="/dev/zero")

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rsv_format.decoder import Decoder, Fetch, Rows, running
 from rsv_format.errors import RsvError
+from rsv_format.panics import quiet_panics
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
 from rsv_format.sources import Source, open_source
@@ -287,7 +288,7 @@ def encode_text(source: Source, text: str) -> tuple[list[int], int | None]:
         from tokenizers import Tokenizer
     except ImportError as e:
         raise RsvError("missing_dependency", "tokenizers", f"{e}: pip install 'rsv-format[sources]'") from e
-    with reading("tokenizer.json"):
+    with reading("tokenizer.json"), quiet_panics():
         tokenizer = Tokenizer.from_str(attached[1].decode())
         begin = tokenizer.encode("").ids
         return tokenizer.encode(text, add_special_tokens=False).ids, begin[0] if begin else None

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from rsv_format.dtypes import NUMPY_DTYPE, to_bfloat16, to_float32
 from rsv_format.errors import RsvError
+from rsv_format.panics import is_panic
 from rsv_format.roles import Role, tensor_role
 
 Array = npt.NDArray[Any]
@@ -32,6 +33,7 @@ Part = Callable[[int, int], "SourceTensor"]
 
 _AT_ONCE = 2**22  # weights of a piece that are in float32 together
 CONFIGS = ("config.json", "generation_config.json")
+_LONGEST_REASON = 500  # characters of what a library says
 _POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of what Git LFS leaves in a file's place
 
 
@@ -336,16 +338,18 @@ def reading(where: str) -> Iterator[None]:
     except OSError as error:
         raise RsvError("io_error", where, error.strerror or str(error)) from error
     except BaseException as error:  # the readers promise no exception type for malformed input
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's is no Exception
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
-        raise RsvError("source_invalid", where, f"{type(error).__name__}: {error}") from error
+        said = " ".join(str(error).split())
+        said = said if len(said) <= _LONGEST_REASON else f"{said[:_LONGEST_REASON]}..."
+        raise RsvError("source_invalid", where, f"{type(error).__name__}: {said}") from error
 
 
 def read_bytes(path: Path) -> bytes:
     """All of a small file; `source_invalid` for a pointer of Git LFS in its place."""
-    with reading(str(path)):
-        data = path.read_bytes()
-    _refuse_pointer(data, path)
+    file = SourceFile(path)
+    data = file.read("u1", (file.size,), 0, str(path)).tobytes()
+    file.close()
     return data
 
 

@@ -250,7 +250,7 @@ def _check_ends(tensors: Tensors, lists: Iterable[str], config: Config, where: s
     starts = any(f"{prefix}.0.input_layernorm.weight" in tensors for prefix in lists)
     if starts and not any("norm" in owner or owner.startswith("ln") for owner in owners):
         _incomplete(where, "there is no norm after the last block")
-    untied = config.get("model_type") in _FAMILIES and config.get("tie_word_embeddings") is False
+    untied = str(config.get("model_type")) in _FAMILIES and config.get("tie_word_embeddings") is False
     if untied and "model.embed_tokens.weight" in tensors and "lm_head.weight" not in tensors:
         _incomplete(where, "lm_head.weight is missing, and the config says that it is not tied to the embedding")
 

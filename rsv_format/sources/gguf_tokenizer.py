@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rsv_format.errors import RsvError
+from rsv_format.panics import quiet_panics
 from rsv_format.sources.base import json_attachment, library, reading
 from rsv_format.sources.gguf_reader import Metadata
 from rsv_format.sources.gguf_vocabulary import BYTE, CONTROL, UNKNOWN, USER_DEFINED, Vocabulary, spelled
@@ -114,7 +115,7 @@ def tokenizer_attachments(metadata: Metadata, vocabulary: Vocabulary) -> dict[st
             for name in ("bos", "eos", "unk", "pad")
             if name in vocabulary.ids
         }
-        with reading(f"{where}: tokenizer"):
+        with reading(f"{where}: tokenizer"), quiet_panics():
             build = _byte_level if vocabulary.model == "gpt2" else _sentence_piece
             tokenizer, starts_with_bos = build(tokenizers, metadata, vocabulary)
             added = [

@@ -17,7 +17,7 @@ from rsv_format.errors import RsvError
 from rsv_format.outputs import Output
 from rsv_format.replaceable import Kind
 from rsv_format.sources import gguf
-from rsv_format.sources.base import Array, Floats, library, reading
+from rsv_format.sources.base import Array, Floats, library, read_bytes
 from rsv_format.sources.gguf_header import MAGIC
 from rsv_format.sources.gguf_names import hugging_face_name, llama_cpp_name, mixtral_suffix
 from rsv_format.sources.gguf_reader import is_gguf
@@ -145,8 +145,7 @@ def _from_gguf(path: Path) -> dict[str, Array]:
 
 def _from_legacy(path: Path) -> dict[str, Array]:
     """i32 entries, each: i32 length, name, i32 calls, i32 count, float32 mean * calls; a trailer is ignored."""
-    with reading(str(path)):
-        data = path.read_bytes()
+    data = read_bytes(path)
     offset = 0
 
     def take(count: int, what: str) -> bytes:

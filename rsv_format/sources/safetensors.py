@@ -135,6 +135,20 @@ def _with_config(
     """What the tensors mean in the light of the config beside them: dense ones of a whole model."""
     where, has_config = str(path), (folder / "config.json").exists()
     config: dict[str, Any] = read_json_object(folder / "config.json") if has_config else {}
+    with reading(f"{where}: config.json"):  # its values may be of any kind
+        return _meant(kind, where, tensors, files, folder, config, has_config, tokenizer)
+
+
+def _meant(
+    kind: str,
+    where: str,
+    tensors: dict[str, SourceTensor],
+    files: tuple[SourceFile, ...],
+    folder: Path,
+    config: dict[str, Any],
+    has_config: bool,
+    tokenizer: bool,
+) -> Source:
     completeness.refuse_adapters(tensors, where)
     completeness.refuse_empty(tensors, where)
     foreign.refuse(config, tensors, folder if has_config else None, where)
