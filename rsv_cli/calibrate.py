@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rsv_cli import describe, terminal
 from rsv_cli.leftovers import tell_leftovers_beside
-from rsv_cli.options import USUAL_ORDER, Force, MaxOrder, Quiet
+from rsv_cli.options import USUAL_ORDER, Force, Json, MaxOrder, Quiet, Revision, at_revision
 from rsv_cli.session import is_interrupt, mlx_module, scratch, session
 from rsv_cli.texts import read_text
 
@@ -36,7 +36,9 @@ def calibrate(
     ] = 4096,
     chunk: Annotated[int, typer.Option("--chunk", min=2, help="Tokens run together, from no context.")] = 512,
     max_order: MaxOrder = USUAL_ORDER,
+    revision: Revision = None,
     force: Force = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Measure which input channels of each layer matter.
@@ -48,7 +50,8 @@ def calibrate(
 
     Example: [bold cyan]rsv calibrate ./Qwen2.5-0.5B --text notes.txt -o imatrix.gguf --tokens 8192[/bold cyan]
     """
-    with session(), scratch(quiet):
+    model = at_revision(model, revision)
+    with session(as_json), scratch(quiet):
         from rsv_format.outputs import check
         from rsv_format.sources.imatrix import IMATRIX, save_imatrix
 
@@ -78,7 +81,10 @@ def calibrate(
                 interrupted = e if done < len(ids) else None
         chunks = -(-done // (chunk - (bos is not None)))
         save_imatrix(output, found, datasets=[text.name], chunks=chunks, chunk_size=chunk, force=force)
-        if not quiet:
+        if as_json:
+            tree = {"path": str(output), "nbytes": output.stat().st_size, "layers": len(found), "tokens": done}
+            terminal.write_json({**tree, "complete": interrupted is None})
+        elif not quiet:
             line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(str(output))}  ")
             line.append(describe.size(output.stat().st_size))
             line.append(

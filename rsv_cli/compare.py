@@ -11,8 +11,8 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.files import opened_file
-from rsv_cli.options import USUAL_ORDER, Json, MaxOrder, Quiet, RsvFile, Source
+from rsv_cli.files import opened_file, opened_model
+from rsv_cli.options import USUAL_ORDER, Json, MaxOrder, Quiet, Revision, RsvFile, Source, at_revision
 from rsv_cli.session import FAILED, session
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def compare(
     file: RsvFile,
     layers: Annotated[bool, typer.Option("--layers", help="List every layer, not families.")] = False,
     max_order: MaxOrder = USUAL_ORDER,
+    revision: Revision = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -63,14 +64,19 @@ def compare(
 
     For each layer and for all of them the relative error ‖W − Ŵ‖ / ‖W‖ (Frobenius), where W is the source's
     weight and Ŵ the file's, back in the original basis. Kept tensors and biases must be equal bit by bit: if one
-    is not, or is missing on either side, it is named and the exit code is 1. The file is verified first.
+    is not, or is missing on either side, it is named and the exit code is 1. The file is verified first. The source may
+    be an RSV file too, of more bits perhaps.
 
     Example: [bold cyan]rsv compare ./Qwen2.5-0.5B qwen.rsv[/bold cyan]
     """
+    source = at_revision(source, revision)
     with session(as_json):
         import rsv_format
 
-        with opened_file(file, max_order=max_order) as opened, rsv_format.open_source(source, tokenizer=False) as model:
+        with (
+            opened_file(file, max_order=max_order) as opened,
+            opened_model(source, max_order=max_order, quiet=quiet) as model,
+        ):
             with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
                 rsv_format.verify(opened, progress=told)
             with terminal.progress("comparing", quiet=quiet) as told:

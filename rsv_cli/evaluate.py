@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from rsv_cli import describe, terminal
-from rsv_cli.options import USUAL_ORDER, Json, MaxOrder, Quiet, RsvFile, Source
+from rsv_cli.options import USUAL_ORDER, Json, MaxOrder, Quiet, Revision, RsvFile, Source, at_revision
 from rsv_cli.session import mlx_module, scratch, session
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ def evaluate(
     tokens: Annotated[int, typer.Option("--tokens", "-n", min=1, help="Predict so many at most.")] = 4096,
     window: Annotated[int, typer.Option("--window", min=2, help="Tokens of context at most.")] = 512,
     max_order: MaxOrder = USUAL_ORDER,
+    revision: Revision = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
@@ -43,6 +44,7 @@ def evaluate(
 
     Example: [bold cyan]rsv evaluate ./Qwen2.5-0.5B qwen.rsv --text notes.txt[/bold cyan]
     """
+    source = at_revision(source, revision)
     with session(as_json), scratch(quiet):
         import rsv_format
         from rsv_cli.texts import read_text

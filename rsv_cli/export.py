@@ -17,9 +17,10 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
+from rsv_cli.complete import attachments
 from rsv_cli.files import opened_file
 from rsv_cli.leftovers import tell_leftovers_beside
-from rsv_cli.options import USUAL_ORDER, Force, MaxOrder, Quiet, RsvFile
+from rsv_cli.options import USUAL_ORDER, Force, Json, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import session
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def export(
     ] = None,
     force: Force = False,
     max_order: MaxOrder = USUAL_ORDER,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Turn a file back into dense weights.
@@ -79,7 +81,7 @@ def export(
 
     Example: [bold cyan]rsv export qwen.rsv -o qwen/model.safetensors --dtype bfloat16[/bold cyan]
     """
-    with session():
+    with session(as_json):
         import numpy as np
 
         import rsv_format
@@ -107,7 +109,9 @@ def export(
                         write_all(out, data)
                         done += data.nbytes
                 opened.check_unchanged()
-        if not quiet:
+        if as_json:
+            terminal.write_json({"path": str(output), "nbytes": len(header) + total, "tensors": len(items)})
+        elif not quiet:
             line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(str(output))}  {describe.size(total)}")
             line.append(f"  {len(items)} tensors", "dim")
             terminal.stdout().print(line, soft_wrap=True)
@@ -119,9 +123,11 @@ def extract(
         Path, typer.Option("--output", "-o", metavar="DIR", help="Made if it is not there.", show_default=False)
     ],
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="Attachments; all of them if none is named.")
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Attachments; all of them if none is named.", autocompletion=attachments),
     ] = None,
     force: Force = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Take the attached files out: config.json, the tokenizer and what else the source had.
@@ -131,7 +137,7 @@ def extract(
 
     Example: [bold cyan]rsv extract qwen.rsv tokenizer.json -o qwen[/bold cyan]
     """
-    with session():
+    with session(as_json):
         from rsv_format import RsvError, outputs
 
         tell_leftovers_beside(output / "any", quiet)
@@ -154,7 +160,9 @@ def extract(
                     detail = "the bytes are not those that were written"
                     raise RsvError("blob_digest_mismatch", f"attachment {item.name}", detail)
             outputs.commit(*files)
-        for item in chosen if not quiet else ():
+        if as_json:
+            terminal.write_json([{"path": str(output / item.name), "nbytes": item.nbytes} for item in chosen])
+        for item in () if quiet or as_json else chosen:
             line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(str(output / item.name))}")
             line.append(f"  {describe.size(item.nbytes)}")
             terminal.stdout().print(line, soft_wrap=True)

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rsv_cli import terminal
+
 if TYPE_CHECKING:
-    from rsv_format import File
+    from rsv_format import File, Source
 
 
 @contextlib.contextmanager
@@ -18,3 +20,26 @@ def opened_file(path: Path, **options: Any) -> Iterator[File]:
 
     with rsv_format.open(path, **options) as file:
         yield file.unmapped()
+
+
+@contextlib.contextmanager
+def opened_model(spec: str, *, max_order: int, quiet: bool) -> Iterator[Source]:
+    """A source without its tokenizer; an RSV file too, which is verified, with its layers dense."""
+    import rsv_format
+    from rsv_format.dense import as_source
+    from rsv_format.layout import MAGIC
+
+    path = Path(spec)
+    head = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            head = file.read(len(MAGIC))
+    if head != MAGIC:
+        with rsv_format.open_source(spec, tokenizer=False) as source:
+            yield source
+        return
+    with opened_file(path, max_order=max_order) as opened:
+        with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
+            rsv_format.verify(opened, progress=told)
+        yield as_source(opened, spec)
+        opened.check_unchanged()

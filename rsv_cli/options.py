@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,25 @@ Source = Annotated[
         show_default=False,
     ),
 ]
+Revision = Annotated[
+    str | None,
+    typer.Option("--revision", metavar="REV", help="Branch, tag or commit of a hub name; owner/model@REV is the same.",
+                 show_default=False),
+]  # fmt: skip
+
+
+def at_revision(source: str, revision: str | None) -> str:
+    """A source by its hub name, at a revision if one is given."""
+    if revision is None:
+        return source
+    from rsv_format.sources.hub import is_repository
+
+    spec = f"{source}@{revision}"
+    if "@" in source or os.path.exists(source) or not is_repository(spec):
+        raise typer.BadParameter("only hub names owner/model have revisions", param_hint="--revision")
+    return spec
+
+
 Force = Annotated[
     bool,
     typer.Option("--force", "-f", help="Replace what else is there, or write-protected. Inputs and models that are not "

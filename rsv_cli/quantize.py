@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,12 +13,13 @@ from rich.text import Text
 
 from rsv_cli import describe, terminal
 from rsv_cli.leftovers import tell_leftovers_beside
-from rsv_cli.options import Force, Quiet, Source
+from rsv_cli.options import Force, Json, Quiet, Revision, Source, at_revision
 from rsv_cli.session import mlx_module, scratch, session
 from rsv_cli.texts import read_text
 
 if TYPE_CHECKING:
     from rsv_format import QuantizeReport, Summary
+    from rsv_format.quantizer.plan import QuantizePlan
 
 _NEARLY_ALL = 0.99  # of the weights quantized: then what is kept is not listed
 _FAMILIES, _NEGLIGIBLE = 8, 0.001  # that are listed, of which share at least
@@ -42,10 +44,10 @@ class Rotation(StrEnum):
 def quantize(
     source: Source,
     output: Annotated[
-        Path,
+        Path | None,
         typer.Option("--output", "-o", metavar="OUT", help="The RSV file to write, whole or not at all.",
                      show_default=False),
-    ],
+    ] = None,
     bits: Annotated[
         int | None,
         typer.Option("--bits", "-b", min=1, max=8, help="Bits of a code, the same for all layers but "
@@ -127,7 +129,13 @@ def quantize(
                      "are taken some rows at a time, so a model may be larger than memory. The file is the same. Error "
                      "feedback needs room for some matrices of in_features × in_features besides."),
     ] = "64MB",
+    revision: Revision = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write nothing: say which layers get how many bits, how large the file "
+                           "would be, and what time and memory it would take, by a short trial.")
+    ] = False,
     force: Force = False,
+    as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
     """Quantize a model into an RSV file.
@@ -145,39 +153,47 @@ def quantize(
         raise typer.BadParameter("give a budget, or --bits for all layers", param_hint="--bits-per-weight")
     if window is not None and codebook is not Codebook.trellis:
         raise typer.BadParameter("only --codebook trellis has windows", param_hint="--window")
+    if output is None and not dry_run:
+        raise typer.BadParameter("is missing", param_hint="--output")
     room = _size(memory)
-    with session(), scratch():
+    source = at_revision(source, revision)
+    with session(as_json), scratch():
         from rsv_format.outputs import check
         from rsv_format.writer import RSV_FILE
 
-        tell_leftovers_beside(output, quiet)
-        if calibrate is not None:
-            check(output, RSV_FILE, inputs=[calibrate], force=force)
+        if output is not None:
+            tell_leftovers_beside(output, quiet)
+            check(output, RSV_FILE, inputs=[source, *([calibrate] if calibrate else [])], force=force)
         words = None if calibrate is None else read_text(calibrate)
+        options: dict[str, Any] = {
+            "bits": bits,
+            "bits_per_weight": bits_per_weight,
+            "embedding_bits": _table_bits(embedding_bits),
+            "codebook": codebook.value,
+            "window": window,
+            "rotation": rotation.value,
+            "persist_rotation": persist_rotation,
+            "seed": seed,
+            "importance": importance,
+            "feedback": feedback,
+            "include": include or (),
+            "exclude": exclude or (),
+            "tokenizer": not no_tokenizer,
+            "threads": threads,
+            "memory": room,
+        }
+        if output is None or dry_run:
+            planned = _planned(source, words, **options)
+            if as_json:
+                terminal.write_json({"source": source, **asdict(planned)})
+            else:
+                _print_plan(planned)
+            return
         with terminal.progress("quantizing", quiet=quiet) as told:
-            report = _quantized(
-                source,
-                output,
-                words,
-                force=force,
-                bits=bits,
-                bits_per_weight=bits_per_weight,
-                embedding_bits=_table_bits(embedding_bits),
-                codebook=codebook.value,
-                window=window,
-                rotation=rotation.value,
-                persist_rotation=persist_rotation,
-                seed=seed,
-                importance=importance,
-                feedback=feedback,
-                include=include or (),
-                exclude=exclude or (),
-                tokenizer=not no_tokenizer,
-                threads=threads,
-                memory=room,
-                progress=told,
-            )
-        if not quiet:
+            report = _quantized(source, output, words, force=force, progress=told, **options)
+        if as_json:
+            terminal.write_json(_tree(report))
+        elif not quiet:
             _print_report(report)
 
 
@@ -202,12 +218,67 @@ def _quantized(source: str, output: Path, text: str | None, **options: Any) -> Q
     return rsv_format.quantize(source, output, calibration=calibration, **options)
 
 
+def _planned(source: str, text: str | None, **options: Any) -> QuantizePlan:
+    """What quantizing would do; how much text MLX would see is no matter."""
+    from rsv_format import RsvError
+    from rsv_format.quantizer.plan import plan
+
+    try:
+        return plan(source, calibration=text, **options)
+    except RsvError as e:
+        if e.code != "unsupported_model" or text is None:
+            raise
+    return plan(source, **options | {"feedback": None})
+
+
 def _table_bits(text: str | None) -> int | str | None:
     if text is None or text == "keep":
         return text
     if text not in list("12345678"):
         raise typer.BadParameter(f"{text!r} is neither 1 to 8 nor 'keep'", param_hint="--embedding-bits")
     return int(text)
+
+
+def _tree(report: QuantizeReport) -> dict[str, Any]:
+    summary = report.summary
+    return {
+        "path": report.path,
+        "seconds": report.seconds,
+        "layers": report.layers,
+        "weighted_layers": report.weighted_layers,
+        "weights": summary.weights,
+        "nbytes": summary.nbytes,
+        "bits_per_weight": summary.bits_per_weight,
+        "share": summary.share,
+        "kept": [asdict(kept) for kept in summary.kept],
+        "left_out": list(report.left_out),
+        "memory": report.memory,
+    }
+
+
+def _print_plan(planned: QuantizePlan) -> None:
+    from rsv_format.summary import family
+
+    groups: dict[tuple[str, str, str], int] = {}
+    for layer in planned.layers:
+        key = (family(layer.name), describe.shape(layer.shape), "by budget" if layer.bits is None else str(layer.bits))
+        groups[key] = groups.get(key, 0) + 1
+    table = describe.table("Layers", "name", ">", ">shape", ">bits")
+    for (name, shape, bits), count in groups.items():
+        table.add_row(Text(terminal.plain(name)), f"×{count}" if count > 1 else "", shape, bits)
+    share = describe.percent(planned.weights, planned.weights + planned.kept_weights)
+    most = "at most " if any(layer.bits is None for layer in planned.layers) else ""
+    lines = [
+        f"{len(planned.layers)} layers, {describe.count(planned.weights)} weights, {share} of all",
+        f"{most}{describe.size(planned.nbytes)}, {planned.bits_per_weight:.3f} bits per weight",
+        f"{planned.seconds:.1f} s to encode, by a trial; to read, and to find out what matters, takes more",
+        f"{describe.size(planned.memory)} of memory in the trial",
+    ]
+    console = terminal.stdout()
+    console.print(table)
+    console.print()
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
 
 
 def _print_report(report: QuantizeReport) -> None:

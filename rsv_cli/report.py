@@ -9,9 +9,9 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.files import opened_file
+from rsv_cli.files import opened_file, opened_model
 from rsv_cli.leftovers import tell_leftovers_beside
-from rsv_cli.options import USUAL_ORDER, Force, MaxOrder, Quiet, RsvFile
+from rsv_cli.options import USUAL_ORDER, Force, MaxOrder, Quiet, Revision, RsvFile, at_revision
 from rsv_cli.session import FAILED, session
 from rsv_cli.session import report as tell
 
@@ -28,6 +28,7 @@ def report(
                      "relative error of each layer is shown then.", show_default=False),
     ] = None,
     max_order: MaxOrder = USUAL_ORDER,
+    revision: Revision = None,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
@@ -39,6 +40,10 @@ def report(
 
     Example: [bold cyan]rsv report qwen.rsv -o qwen.html --source ./Qwen2.5-0.5B[/bold cyan]
     """
+    if source is not None:
+        source = at_revision(source, revision)
+    elif revision is not None:
+        raise typer.BadParameter("is of a --source", param_hint="--revision")
     with session():
         import contextlib
 
@@ -52,7 +57,7 @@ def report(
         check(output, PAGE, inputs=inputs, force=force)
         with contextlib.ExitStack() as stack:
             opened = stack.enter_context(opened_file(file, max_order=max_order))
-            model = source and stack.enter_context(rsv_format.open_source(source, tokenizer=False))
+            model = source and stack.enter_context(opened_model(source, max_order=max_order, quiet=quiet))
             with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
                 faults = rsv_format.verify(opened, collect=True, progress=told)
             with terminal.progress("looking", quiet=quiet) as told:

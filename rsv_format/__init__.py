@@ -14,7 +14,7 @@ Modules, bottom up:
 - sources: where models come from;  quantizer: what makes content of them
 - summary: where the bytes went
 - difference: of two files;  vqrs: VeloxQuant-MLX's;  upgrade: those and earlier drafts as RSV
-- report: a page to look at, drawn by page/
+- dense: a file as a source;  report: a page to look at, drawn by page/
 
 What makes and compares files is imported when it is first asked for: to open one takes a third less time so.
 """

@@ -104,7 +104,7 @@ LAYERS = [
     {"vqrs": set()},
     {"upgrade": set()},
     {"sources": set()},
-    {"report": set()},
+    {"report": set(), "dense": set()},
     {"quantizer": set()},
 ]
 # within the quantizer, likewise
@@ -115,6 +115,7 @@ QUANTIZER = [
     {"feedback": set()},
     {"matrix": set()},
     {"conversion": set()},
+    {"plan": set()},
 ]
 
 

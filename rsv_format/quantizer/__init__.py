@@ -7,4 +7,5 @@ Modules, bottom up:
 - feedback: errors put right by later weights;  matrix: quantize one matrix;  budget: bits for each of several
 - importance: what an architecture tells of its layers;  synthetic: what a run on random tokens tells
 - calibration: what layers see of a text;  conversion: a model into a file;  evaluation: what that does to predictions
+- plan: what conversion would do
 """

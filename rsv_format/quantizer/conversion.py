@@ -373,6 +373,7 @@ class _Job:
             "generator": f"rsv-format {VERSION}",
             "source": Path(self.source.path).name.encode("utf-8", "backslashreplace").decode(),  # any bytes, on Linux
             "source.kind": self.source.kind,
+            **({} if self.source.revision is None else {"source.revision": self.source.revision}),
             "quantizer.codebook": self.options.codebook,
             "quantizer.rotation": self.options.rotation,
             "quantizer.seed": str(self.options.seed),

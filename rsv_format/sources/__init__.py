@@ -27,7 +27,8 @@ def open_source(spec: str | os.PathLike[str], *, tokenizer: bool = True) -> Sour
     ----------
     spec
         A .safetensors file, a GGUF file of any name (of a model that was split, any part), a Hugging Face or
-        MLX-quantized folder, or, where no such path exists, a hub repository "owner/name".
+        MLX-quantized folder, or, where no such path exists, a hub repository "owner/name" or
+        "owner/name@revision", a branch, tag or commit.
     tokenizer
         False leaves out all attachments but config.json and generation_config.json; a tokenizer that cannot be read
         is no error then.
@@ -57,8 +58,9 @@ def _open(path: Path, spec: str, tokenizer: bool) -> Source:
     if not path.exists():
         if not hub.is_repository(spec):
             raise RsvError("io_error", spec, "no such file or folder")
-        source = _open(hub.download(spec), spec, tokenizer)
-        source.path = spec
+        name, folder = hub.download(spec)
+        source = _open(folder, name, tokenizer)
+        source.path, source.revision = name, folder.name
         return source
     if path.is_dir():
         if not any(path.glob("*.safetensors")) and (models := gguf_reader.gguf_models(path)):

@@ -171,7 +171,8 @@ def _identity(found: os.stat_result) -> tuple[int, ...]:
 class Source:
     """An opened model: tensors by Hugging Face name, the config, and attachments (media type, bytes).
 
-    `left_out` are the files beside the weights that a tokenizer may want and that cannot be attached.
+    `left_out` are the files beside the weights that a tokenizer may want and that cannot be attached; `revision` is
+    the commit of what was downloaded.
     """
 
     kind: str
@@ -181,6 +182,7 @@ class Source:
     attachments: dict[str, tuple[str, bytes]] = field(default_factory=dict)
     files: tuple[SourceFile, ...] = ()
     left_out: tuple[str, ...] = ()
+    revision: str | None = None
 
     def __repr__(self) -> str:
         return f"<rsv_format.Source: {self.kind} {self.path}, {len(self.tensors)} tensors>"
