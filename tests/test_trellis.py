@@ -64,6 +64,13 @@ def test_short_rows_get_the_best_codes_there_are(bits: int, window: int, in_feat
     assert errors(rows, indices, table, bits) == pytest.approx(least_errors(rows, table, bits), rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("bits, in_features", [(1, 17), (2, 9)])
+def test_rows_of_few_windows_get_codes_hardly_worse(bits: int, in_features: int) -> None:
+    table, rows = centroids("trellis", bits, 12), gauss(bits, 5, in_features)
+    found = errors(rows, encode(rows, table, bits), table, bits)
+    assert found.sum() < 1.4 * least_errors(rows, table, bits).sum()
+
+
 @pytest.mark.parametrize("bits, window", [(1, 8), (2, 8), (4, 8), (5, 8), (8, 8), (2, 12), (4, 12), (3, 10), (8, 10)])
 def test_rows_of_any_length_are_encoded_well(bits: int, window: int) -> None:
     """Against rows so long that their ends do not matter; very short ones have fewer codes to choose from."""

@@ -22,6 +22,8 @@ _DEPTH, _MEMORIES = 32, 6  # steps, and times the trellis' memory: by then all b
 _ROOM = 2**24  # bytes of the way back that a thread keeps, if that is enough
 _EXHAUSTIVE = 16  # bits of a row up to which all that it can say is tried
 _ALL_STARTS = 2**13  # steps that a short row may take when every start is tried
+_TRIED, _SHORT = 64, 4  # starts of rows of fewer than so many windows, which are short of codes that go round
+_ROUNDS = 3  # in which those are found
 _WORDS = 64  # rows that are held against all words at a time
 
 
@@ -63,7 +65,9 @@ def encode(
     viterbi = kernels()
     lanes, states = viterbi.LANES, table.size >> bits
     depth = max(_MEMORIES * -(-(window - bits) // bits), _DEPTH)
-    short = in_features <= 2 * depth and in_features * states <= _ALL_STARTS
+    tried = _TRIED if in_features * bits <= _SHORT * window else 0
+    if in_features <= 2 * depth and in_features * states <= _ALL_STARTS:
+        tried = states
     span = max(min(in_features, _ROOM // (states * lanes)), 3 * depth)
     indices = np.empty((count, in_features), np.uint16)
     table = np.ascontiguousarray(table)
@@ -73,14 +77,27 @@ def encode(
         x = np.zeros((in_features, lanes), np.float32)
         x[:, : part.shape[0]] = part.T
         own = np.empty(x.shape, np.uint16)
-        if short:
-            viterbi.encode_short(x, table, bits, np.empty((in_features, states, lanes), np.uint8), own)
+        if tried:
+            back = np.empty((in_features, states, lanes), np.uint8)
+            viterbi.encode_short(x, table, bits, _starts(x, table, bits, min(tried, states), back), back, own)
         else:
             viterbi.encode(x, table, bits, depth, np.empty((span, states, lanes), np.uint8), own)
         indices[start : start + lanes] = own.T[: part.shape[0]]
 
     run_threads(work, range(0, count, lanes), threads)
     return indices
+
+
+def _starts(
+    x: NDArray[np.float32], table: NDArray[np.float32], bits: int, count: int, back: NDArray[np.uint8]
+) -> NDArray[np.int64]:
+    """The states (count, lanes) in which rows x (in_features, lanes) end best that go round and round."""
+    costs = np.zeros((back.shape[1], back.shape[2]), np.float32)
+    if count < costs.shape[0]:
+        for _ in range(_ROUNDS):
+            kernels().forward(x, table, bits, costs, back)
+    best = np.argpartition(costs, count - 1, axis=0)[:count]
+    return np.ascontiguousarray(best.astype(np.int64))
 
 
 def kernels() -> ModuleType:

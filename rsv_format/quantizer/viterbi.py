@@ -189,20 +189,22 @@ def encode_short(
     x: NDArray[np.float32],
     table: NDArray[np.float32],
     bits: int,
+    starts: NDArray[np.int64],
     back: NDArray[np.uint8],
     indices: NDArray[np.uint16],
 ) -> None:
-    """As `encode`, the best of all starts: for few steps, of which `back` has as many."""
+    """As `encode`, the best of some starts (tries, LANES): for few steps, of which `back` has as many."""
     length, states = x.shape[0], table.size >> bits
     costs, start, own = np.empty((states, LANES), np.float32), np.empty(LANES, np.int64), np.empty_like(indices)
     least = np.full(LANES, _FAR, np.float32)
-    for state in range(states):
-        start[:] = state
+    for i in range(starts.shape[0]):
+        start[:] = starts[i]
         start_at(costs, start)
         forward(x, table, bits, costs, back)
+        start[:] = starts[i]
         trace(back, 0, length, bits, start, own)
         for lane in range(LANES):
-            if costs[state, lane] < least[lane]:
-                least[lane] = costs[state, lane]
+            if costs[starts[i, lane], lane] < least[lane]:
+                least[lane] = costs[starts[i, lane], lane]
                 for step in range(length):
                     indices[step, lane] = own[step, lane]
