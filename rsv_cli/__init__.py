@@ -6,8 +6,9 @@ Modules, bottom up:
 - options: arguments that commands share;  texts: files of text
 - describe: sizes, names and transforms in words;  files: how one is read;  leftovers: of runs that were killed
 - session: errors, signals and closed pipes to exit codes;  complete: names for a shell
-- quantize, calibrate, convert, inspect, ls, cat, diff, compare, report, evaluate, export, generate, doctor (with
-  adoption): one command or pair each
+- sampling: how tokens are chosen, for generate and chat
+- quantize, calibrate, convert, inspect, ls, cat, diff, compare, report, evaluate, export, generate, chat, serve,
+  doctor (with adoption): one command or pair each
 - app: the commands under one name
 """
 

@@ -12,6 +12,7 @@ import typer
 from rsv_cli import (
     calibrate,
     cat,
+    chat,
     compare,
     convert,
     diff,
@@ -23,6 +24,7 @@ from rsv_cli import (
     ls,
     quantize,
     report,
+    serve,
     terminal,
 )
 
@@ -106,6 +108,8 @@ _COMMANDS: tuple[Callable[..., Any], ...] = (
     export.extract,
     convert.convert,
     generate.generate,
+    chat.chat,
+    serve.serve,
     doctor.doctor,
 )
 for _command in _COMMANDS:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from rsv_cli import sampling as s
 from rsv_cli import terminal
 from rsv_cli.options import USUAL_ORDER, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import mlx_module, scratch, session
@@ -22,14 +23,23 @@ def generate(
         str, typer.Option("--prompt", "-p", help="What to continue or answer; - reads standard input.",
                           show_default=False)
     ],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", min=1, help="Stop after so many.")] = 256,
-    temp: Annotated[float, typer.Option("--temp", min=0, help="Temperature; 0 takes the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=2**53 - 1, help="Of the sampling.")] = 0,
+    system_prompt: s.SystemPrompt = None,
+    max_tokens: s.MaxTokens = 256,
+    temp: s.Temp = 0.0,
+    top_p: s.TopP = 1.0,
+    min_p: s.MinP = 0.0,
+    top_k: s.TopK = 0,
+    repetition_penalty: s.RepetitionPenalty = None,
+    repetition_context_size: s.RepetitionContextSize = 20,
+    seed: s.Seed = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without a chat template.")] = False,
-    template_seconds: Annotated[
-        float, typer.Option("--template-seconds", min=0.1, help="Processor time that the file's chat template and "
-                            "tokenizer may take for the prompt.")
-    ] = 20.0,
+    max_kv_size: s.MaxKvSize = None,
+    kv_bits: s.KvBits = None,
+    kv_group_size: s.KvGroupSize = 64,
+    quantized_kv_start: s.QuantizedKvStart = 5000,
+    draft_model: s.DraftModel = None,
+    num_draft_tokens: s.NumDraftTokens = 3,
+    template_seconds: s.TemplateSeconds = 20.0,
     max_order: MaxOrder = USUAL_ORDER,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
@@ -43,7 +53,12 @@ def generate(
     Example: [bold cyan]rsv generate smol.rsv --prompt "Why is the sky blue?" --max-tokens 100[/bold cyan]
     """
     with session(), scratch(quiet):
-        _generate(file, _text(prompt), max_tokens, temp, seed, raw, template_seconds, max_order, quiet)
+        sampling = s.Sampling(
+            max_tokens, temp, top_p, min_p, top_k, repetition_penalty, repetition_context_size, seed, max_kv_size,
+            kv_bits, kv_group_size, quantized_kv_start, num_draft_tokens,
+        )  # fmt: skip
+        asked = s.asked(_text(prompt), system_prompt, raw)
+        _generate(file, asked, sampling, draft_model, template_seconds, max_order, quiet)
 
 
 def _text(prompt: str) -> str:
@@ -54,41 +69,23 @@ def _text(prompt: str) -> str:
 
 def _generate(
     file: Path,
-    prompt: str,
-    max_tokens: int,
-    temp: float,
-    seed: int,
-    raw: bool,
+    asked: dict[str, object],
+    sampling: s.Sampling,
+    draft: Path | None,
     seconds: float,
     max_order: int,
     quiet: bool,
 ) -> None:
-    from rsv_format import RsvError
-
-    core, prompts = mlx_module("mlx.core"), mlx_module("rsv_mlx.prompt")
-    with terminal.waiting("loading", quiet=quiet):
-        with prompts.encoding(file, prompt, chat=not raw, seconds=seconds) as encoding:
-            mlx_module("rsv_mlx.untrusted").mlx_lm_utils()
-            mlx_lm, samplers, calibrate = map(mlx_module, ("mlx_lm", "mlx_lm.sample_utils", "rsv_mlx.calibrate"))
-            model, tokenizer = mlx_module("rsv_mlx").load(file, max_order=max_order)
-            tokens = encoding.tokens()
-        if not tokens:
-            raise RsvError("bad_argument", "--prompt", "it has no tokens: there is nothing to continue")
-    calibrate.check_tokens(model, tokens)
-    core.random.seed(seed)
-    sampler = samplers.make_sampler(temp=temp)
-    stream = mlx_lm.stream_generate(model, tokenizer, tokens, max_tokens=max_tokens, sampler=sampler)
+    sampling.check(draft is not None)
+    prompts = mlx_module("rsv_mlx.prompt")
+    with terminal.waiting("loading", quiet=quiet), prompts.encoder(file, seconds) as encoder:
+        encoder.send(asked)
+        running = s.Running(file, draft, sampling, max_order)
+        tokens = s.prompt_tokens(encoder)
     last = None
-    while True:
-        with mlx_module("rsv_mlx.untrusted").library("unsupported_model", str(file)):
-            part = next(stream, None)
-        if part is None:
-            break
+    for part in running.stream(tokens, running.cache()):
         terminal.write_text(part.text)
         last = part
     terminal.write_text("\n")
     if last is not None and not quiet:
-        line = f"prompt {last.prompt_tokens} tokens, {last.prompt_tps:.1f}/s · "
-        line += f"generated {last.generation_tokens} tokens, {last.generation_tps:.1f}/s · "
-        line += f"peak memory {last.peak_memory:.2f} GB"
-        terminal.stderr().print(Text(line, "dim"), soft_wrap=True)
+        terminal.stderr().print(Text(s.summary(last), "dim"), soft_wrap=True)

@@ -12,7 +12,7 @@ Modules, bottom up:
 - loading: load, load_model, load_tokenizer, graft;  saving: save
 - calibrate: what a model's linear layers see while it runs on text;  moments: the same, of pairs of channels
 - quantizing: quantize_model;  evaluating: a model's predictions, and its source's
-- prompt: a prompt to tokens, in a process with limits
+- prompt: prompts to tokens, in a process with limits;  serving: HTTP, by mlx-lm's server
 
 What loading does not need is imported when it is first asked for.
 """

@@ -113,8 +113,8 @@ def refused(path: Path, code: str, part: str) -> None:
 def test_a_model_with_files_of_its_own_runs(base: Path) -> None:
     assert generate(base).strip()
     tokens = rsv_mlx.load_tokenizer(base).encode("w1 w2")
-    with prompt.encoding(base, "w1 w2") as encoding:
-        assert encoding.tokens() == tokens == [1, 2]
+    with prompt.encoder(base) as encoder:
+        assert encoder.text("w1 w2") == encoder.tokens({"messages": [], "text": "w1 w2"}) == tokens == [1, 2]
 
 
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "config.json"])
@@ -161,16 +161,16 @@ def test_modules_of_the_working_folder_are_not_imported(
     for name in ("json", "resource", "tokenizers", "mlx_lm", "rsv_mlx", "rsv_cli", "numpy"):
         (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'w').write('x')\n")
     monkeypatch.chdir(tmp_path)
-    with prompt.encoding(base, "w1 w2") as encoding:
-        assert encoding.tokens() == [1, 2]
+    with prompt.encoder(base) as encoder:
+        assert encoder.text("w1 w2") == [1, 2]
     assert adoption.probe()["attempts"]
     assert not mark.exists()
 
 
 def test_other_processes_answer_in_any_encoding(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", "utf-16")
-    with prompt.encoding(base, "w1 w2") as encoding:
-        assert encoding.tokens() == [1, 2]
+    with prompt.encoder(base) as encoder:
+        assert encoder.text("w1 w2") == [1, 2]
     assert adoption.probe()["attempts"]
 
 
@@ -300,7 +300,9 @@ def test_broken_tokenizers(files: dict[str, Any], make: Make) -> None:
 def test_templates_that_raise(template: str, part: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt, "_limit", lambda seconds: None)  # of this process
     with pytest.raises(RsvError, match="unsupported_model at chat template: ") as info:
-        prompt._encode(str(make({"chat_template.jinja": template.encode()})), "w1", True, 1)
+        prompt._Worker(str(make({"chat_template.jinja": template.encode()})), 1).tokens(
+            [{"role": "user", "content": "w1"}]
+        )
     assert part in info.value.detail and "\n" not in info.value.detail
 
 
@@ -317,9 +319,27 @@ def test_prompts(base: Path) -> None:
 
 
 def test_a_prompt_is_given_up_with_the_body(base: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), prompt.encoding(base, "w1") as encoding:
+    with pytest.raises(KeyboardInterrupt), prompt.encoder(base) as encoder:
+        encoder.send({"text": "w1"})
+        process = encoder._process
         raise KeyboardInterrupt
-    assert encoding._process.poll() is not None
+    assert process is not None and process.poll() is not None and encoder._process is None
+
+
+def test_an_encoder_goes_on_after_a_limit_and_an_error(make: Make) -> None:
+    template = "{% if messages[0].content == 'w3' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
+    path = make({"chat_template.jinja": template.encode()})
+    with prompt.encoder(path, 0.5) as encoder:
+        for _ in range(2):
+            with pytest.raises(RsvError, match="over_limit at prompt: .*0.5 s"):
+                encoder.chat([{"role": "user", "content": "w3"}])
+            assert encoder.chat([{"role": "user", "content": "w1 w2"}], tokenize=True, odd=None) == [1, 2]
+        first = encoder._process
+        with pytest.raises(RsvError, match="unsupported_model at chat template"):
+            encoder.chat([], tokenize=True)
+        with pytest.raises(RsvError, match="bad_argument at prompt: it is no JSON"):
+            encoder.chat([{"role": "user", "content": object()}])
+        assert encoder.text("w1", add_special_tokens=False) == [1] and encoder._process is first
 
 
 def test_errors_of_libraries() -> None:
