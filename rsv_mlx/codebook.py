@@ -2,12 +2,11 @@
 
 Evenly spaced centroids run on mx.quantized_matmul. For others there are two ways, both by look-up:
 
-- many rows of activations: a table of the centroids of every pattern of bits behind two codes dequantizes them at
-  once; a slice of the weight becomes dense, is multiplied and forgotten.
-- few rows: a table of the sums of x_j * centroid over every pattern, for each group of columns, is made of the
-  activations; then a product is one look-up and one addition per pattern, and no weight is made at all.
-
-An index that is wider than its code overlaps with the next ones: so do the patterns.
+- a table of the centroids of every pattern of bits behind two codes dequantizes them at once; a slice of the weight
+  becomes dense, is multiplied and forgotten. Its columns stay as they are found, and those of x are put in their order.
+- for few rows of activations and a scalar codebook, a table of the sums of x_j * centroid over every pattern, for each
+  group of columns, is made of the activations; then a product is one look-up and one addition per pattern, and no
+  weight is made at all.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from rsv_mlx.window import fields, tail_columns, tail_indices
+from rsv_mlx.window import fields, fields_together, tail_columns, tail_indices
 
 _NATIVE_BITS = (2, 3, 4, 5, 6, 8)  # of mx.quantized_matmul
 _GROUP_SIZES = (128, 64, 32)  # its group sizes: 32 divides every padded row
 _WEIGHTS_PATTERN = 16  # bits of a pattern of two weights at most: a table of 512 KiB, read at random
-_SUMS_PATTERN = 8  # bits of a pattern of sums: their tables are made anew for each activation
 _SUMS_TOGETHER = {1: 8, 2: 4, 3: 2, 4: 2, 5: 2, 6: 1, 7: 1, 8: 1}  # bits of a scalar code -> codes in a pattern
 _FEW_ROWS = 16  # above, MLX's matrix product makes up for dense weights
-_FEW_ROWS_OF_ONE = 4  # the same where a look-up finds one product only
+_LANES = 64  # partial sums at most that are added up last
 _CPU_CHUNK = 2**19  # bytes of float32 that live at a time: a CPU's second-level cache, and memory touched before
+_ROWS_CHUNK = 2**21  # the same where each operation is short
 _STACK_CHUNK = 2**23  # the same for the rows of a whole stack, or there would be too few of each matrix
 _GPU_CHUNK = 2**26  # on a GPU, enough to fill it
 
@@ -53,6 +52,8 @@ class Codebook:
         self.step = _step(self.centroids) if self.window == bits else None
         self.native = self.step is not None and self.bits in _NATIVE_BITS
         self.digest = blake2b(bytes([bits]) + self.centroids.tobytes(), digest_size=16).digest()
+        self._together = 2 if self.window + bits <= _WEIGHTS_PATTERN else 1  # weights that a look-up finds
+        self._pattern = self.window + (self._together - 1) * bits
         self._weights: mx.array | None = None
         self._centroids = mx.array(self.centroids)
         self._constants: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
@@ -90,16 +91,24 @@ class Codebook:
         rows, in_features = codes.shape[0], x.shape[-1]
         if self.native:
             return self._native_matmul(self._padded(x, codes), codes)
-        if self.window <= _SUMS_PATTERN and x.size // in_features <= self._few_rows():
+        few = x.size // in_features <= _FEW_ROWS
+        if few and self.window == self.bits:
             return self._by_sums(x, codes)
-        chunk = _chunk(in_features)
+        ordered = self._ordered(x.reshape(-1, in_features), codes.shape[-1])
+        chunk = _chunk(in_features, _ROWS_CHUNK if few else _CPU_CHUNK)
         last: mx.array | None = None
         products = []
         for start in range(0, rows, chunk):
-            packed = _after(codes[start : start + chunk], last)
-            last = _begun(x @ self.dequantize(packed, in_features).T, last)
+            columns = self._columns(_after(codes[start : start + chunk], last))
+            if few:  # what MLX's products take for one row, its elementwise operations do in half of the time
+                y = mx.stack([_dot(columns, [part[i] for part in ordered]) for i in range(ordered[0].shape[0])])
+            else:
+                y = _joined(ordered) @ _joined(columns).T
+            last = _begun(y, last)
             products.append(last)
-        return _joined(products)
+        y = _joined(products).reshape(*x.shape[:-1], rows)
+        tail = tail_columns(self.bits, self.window, in_features)
+        return y + x[..., in_features - tail :] @ self._tail(codes, in_features).T if tail else y
 
     def gather_matmul(self, x: mx.array, codes: mx.array, chosen: mx.array, sorted_indices: bool = False) -> mx.array:
         """x @ centroids[indices[chosen]].T without the dense matrices.
@@ -135,35 +144,62 @@ class Codebook:
             return mx.stack(products).reshape(*batch, x.shape[-2], rows)
         if pairs < stack:  # fewer than there are matrices: only theirs become dense
             codes, chosen, stack = codes[chosen.reshape(pairs)], mx.arange(pairs).reshape(batch), pairs
+        ordered = _joined(self._ordered(x, words))
         chunk = _chunk(stack * in_features, _STACK_CHUNK)
         last: mx.array | None = None
         products = []
         for start in range(0, rows, chunk):
             packed = _after(codes[:, start : start + chunk], last).reshape(-1, words)
-            dense = self.dequantize(packed, in_features).reshape(stack, -1, in_features).swapaxes(-1, -2)
-            last = _begun(mx.gather_mm(x, dense, rhs_indices=chosen, sorted_indices=sorted_indices), last)
+            columns = _joined(self._columns(packed))
+            dense = columns.reshape(stack, -1, columns.shape[1]).swapaxes(-1, -2)
+            last = _begun(mx.gather_mm(ordered, dense, rhs_indices=chosen, sorted_indices=sorted_indices), last)
             products.append(last)
-        return _joined(products)
+        y = _joined(products)
+        tail = tail_columns(self.bits, self.window, in_features)
+        if not tail:
+            return y
+        ends = self._tail(codes.reshape(-1, words), in_features).reshape(stack, rows, tail).swapaxes(-1, -2)
+        return y + mx.gather_mm(x[..., in_features - tail :], ends, rhs_indices=chosen, sorted_indices=sorted_indices)
 
     def dequantize(self, codes: mx.array, in_features: int) -> mx.array:
         """centroids[indices], float32 (rows, in_features)."""
-        together = 2 if self.window + self.bits <= _WEIGHTS_PATTERN else 1
-        table = self._weights
-        if table is None:
-            table = self._centroids
-            if together == 2:
-                patterns = np.arange(2 ** (self.window + self.bits), dtype=np.uint32)[:, None]
-                shifts = np.array([0, self.bits], np.uint32)
-                values = self.centroids[(patterns >> shifts) & np.uint32(2**self.window - 1)]
-                table = mx.array(values.view(np.complex64).reshape(-1))  # two are looked up as one number
-            self._weights = table  # at once: other threads may look
-        found = fields(codes, self.window + (together - 1) * self.bits, together * self.bits)
-        looked_up = _looked_up(table, found[0] if len(found) == 1 else mx.stack(found, axis=-1))
-        weights = looked_up.view(mx.float32).reshape(codes.shape[0], -1)
+        found = self._found(codes)
+        weights = self._values(found[0] if len(found) == 1 else mx.stack(found, axis=-1).reshape(codes.shape[0], -1))
         tail = tail_columns(self.bits, self.window, in_features)
         if tail:
             return mx.concatenate([weights[:, : in_features - tail], self._tail(codes, in_features)], axis=1)
         return weights if weights.shape[1] == in_features else weights[:, :in_features]
+
+    def _columns(self, codes: mx.array) -> list[mx.array]:
+        """As `dequantize`, columns in the order in which they are found, those of the tail with other values:
+        float32 (rows, ...)."""
+        return [self._values(patterns) for patterns in self._found(codes)]
+
+    def _ordered(self, x: mx.array, row_words: int) -> list[mx.array]:
+        """The columns of x that belong to `_columns`, with zeros for those of the tail and of padding."""
+        tail = tail_columns(self.bits, self.window, x.shape[-1])
+        inner = x[..., : x.shape[-1] - tail]
+        padding = row_words // self.bits * 32 - inner.shape[-1]
+        inner = mx.pad(inner, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
+        count = fields_together(self._pattern, self._together * self.bits)
+        parts = inner.reshape(*x.shape[:-1], -1, count, self._together)
+        return [parts[..., k, :].reshape(*x.shape[:-1], -1) for k in range(count)]
+
+    def _found(self, codes: mx.array) -> list[mx.array]:
+        """Patterns, of two weights where a look-up finds two: see `fields`."""
+        return fields(codes, self._pattern, self._together * self.bits)
+
+    def _values(self, patterns: mx.array) -> mx.array:
+        """The weights of patterns: (rows, groups) to float32 (rows, groups * together)."""
+        if self._weights is None:
+            table = self._centroids
+            if self._together == 2:
+                every = np.arange(2**self._pattern, dtype=np.uint32)[:, None]
+                shifts = np.array([0, self.bits], np.uint32)
+                values = self.centroids[(every >> shifts) & np.uint32(2**self.window - 1)]
+                table = mx.array(values.view(np.complex64).reshape(-1))  # two are looked up as one number
+            self._weights = table  # at once: other threads may look
+        return _looked_up(self._weights, patterns).view(mx.float32).reshape(patterns.shape[0], -1)
 
     def _tail(self, codes: mx.array, in_features: int) -> mx.array:
         """The weights of a row's last windows, float32 (rows, tail_columns)."""
@@ -175,27 +211,17 @@ class Codebook:
         padded = codes.shape[-1] // self.bits * 32
         return x if x.shape[-1] == padded else mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padded - x.shape[-1])])
 
-    def _together(self) -> int:
-        """How many codes a pattern of sums has."""
-        return _SUMS_TOGETHER[self.bits] if self.window == self.bits else 1
-
-    def _few_rows(self) -> int:
-        return _FEW_ROWS if self.window == self.bits else _FEW_ROWS_OF_ONE
-
     def _by_sums(self, x: mx.array, codes: mx.array) -> mx.array:
-        """As `matmul`, each group of columns having a table of what it adds to a product."""
-        together, in_features = self._together(), x.shape[-1]
-        tail = tail_columns(self.bits, self.window, in_features)
-        flat = x.reshape(-1, in_features)
-        inner = self._padded(flat[:, : in_features - tail], codes)
-        width, stride = self.window + (together - 1) * self.bits, together * self.bits
+        """As `matmul` of a scalar codebook, each group of columns having a table of what it adds to a product."""
+        together = _SUMS_TOGETHER[self.bits]
+        flat = self._padded(x.reshape(-1, x.shape[-1]), codes)
         tables: list[mx.array] = []
-        chunk = _chunk(inner.shape[1] // max(2, together))  # of what look-ups in one table find
+        chunk = _chunk(flat.shape[1] // max(2, together), _CPU_CHUNK)  # of what look-ups in one table find
         last: mx.array | None = None
         products = []  # (rows of x, rows of a chunk)
         for start in range(0, codes.shape[0], chunk):
-            found = fields(_after(codes[start : start + chunk], last), width, stride)
-            tables = tables or self._sums(inner, len(found), together)
+            found = fields(_after(codes[start : start + chunk], last), together * self.bits, together * self.bits)
+            tables = tables or self._sums(flat, len(found), together)
             rows = []
             for i in range(flat.shape[0]):
                 parts = [
@@ -204,10 +230,7 @@ class Codebook:
                 last = _begun(sum(parts[1:], parts[0]).sum(axis=0, keepdims=True), last)
                 rows.append(last)
             products.append(_joined(rows, axis=0))
-        y = _joined(products)
-        if tail:
-            y = y + flat[:, in_features - tail :] @ self._tail(codes, in_features).T
-        return y.reshape(*x.shape[:-1], -1)
+        return _joined(products).reshape(*x.shape[:-1], -1)
 
     def _sums(self, x: mx.array, count: int, together: int) -> list[mx.array]:
         """For each of the `count` columns of a group, the sums over all patterns: (rows of x, groups, patterns)."""
@@ -225,7 +248,7 @@ class Codebook:
         """As `matmul`, by MLX's kernel for evenly spaced centroids."""
         rows, padded = codes.shape[0], x.shape[-1]
         group_size = _group_size(padded)
-        chunk = min(rows, _chunk(2 * padded // group_size))  # of scales and biases, 6 % of a head of 4 bits
+        chunk = min(rows, _chunk(2 * padded // group_size, _CPU_CHUNK))  # of scales and biases, 6 % of a head of 4 bits
         scales, biases = self._scales_and_biases(chunk, padded)
         products = []
         for start in range(0, rows, chunk):
@@ -264,9 +287,9 @@ def _group_size(padded: int) -> int:
     return next(size for size in _GROUP_SIZES if padded % size == 0)
 
 
-def _chunk(width: int, cpu_chunk: int | None = None) -> int:
+def _chunk(width: int, cpu_chunk: int) -> int:
     """How many rows of so many float32 live at a time."""
-    return max(1, (_GPU_CHUNK if mx.default_device() == mx.gpu else cpu_chunk or _CPU_CHUNK) // (4 * width))
+    return max(1, (_GPU_CHUNK if mx.default_device() == mx.gpu else cpu_chunk) // (4 * width))
 
 
 def _after(codes: mx.array, before: mx.array | None) -> mx.array:
@@ -290,6 +313,15 @@ def _begun(product: mx.array, before: mx.array | None) -> mx.array:
 
 def _joined(parts: list[mx.array], axis: int = -1) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
+
+
+def _dot(columns: list[mx.array], x: list[mx.array]) -> mx.array:
+    """The products of the columns of a matrix, in parts, with those of a row x: (rows,). Rows are added up in lanes:
+    MLX adds one number after the other along the last axis."""
+    terms = list(map(mx.multiply, columns, x))
+    total = sum(terms[1:], terms[0])
+    lanes = math.gcd(total.shape[1], _LANES)
+    return total.reshape(total.shape[0], -1, lanes).sum(axis=1).sum(axis=1)
 
 
 def _looked_up(table: mx.array, at: mx.array) -> mx.array:

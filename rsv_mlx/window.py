@@ -16,6 +16,15 @@ def tail_columns(bits: int, window: int, in_features: int) -> int:
     return min(in_features, -(-(window - bits) // bits))
 
 
+def _unit(width: int) -> int:
+    return 8 if width <= 8 else 16
+
+
+def fields_together(width: int, stride: int) -> int:
+    """How many fields lie between two that begin at the same bit of a unit: the entries that `fields` returns."""
+    return _unit(width) // math.gcd(stride, _unit(width))
+
+
 def fields(words: mx.array, width: int, stride: int) -> list[mx.array]:
     """Fields of `width` bits that start every `stride` bits of a row, LSB first.
 
@@ -31,8 +40,8 @@ def fields(words: mx.array, width: int, stride: int) -> list[mx.array]:
         The first fields of groups of as many as there are entries, then the second ones, and so on. Those that
         reach beyond the row have other bits there.
     """
-    unit = 8 if width <= 8 else 16
-    count = unit // math.gcd(stride, unit)
+    unit = _unit(width)
+    count = fields_together(width, stride)
     step = count * stride // unit
     flat = words.reshape(-1)
     following = mx.concatenate([flat[1:], flat[:1]]) if count > 1 or width > unit else flat
