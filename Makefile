@@ -31,6 +31,7 @@ docs: .venv-docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --site-dir build/docs
 
 bench: .venv-bench/ready
+	.venv-bench/bin/python -m benchmarks.commands
 	.venv-bench/bin/python -m benchmarks.open
 	.venv-bench/bin/python -m benchmarks.quantize
 	.venv-bench/bin/python -m benchmarks.quality

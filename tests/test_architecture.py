@@ -233,3 +233,24 @@ def test_using_the_format_is_light() -> None:
     program += "rsv_format.write(path, layers=[rsv_format.quantize_matrix(np.ones((2, 6)), name='a')])\n"
     program += "assert rsv_format.verify(path) == []; rsv_format.open(path).layers['a'].dequantize()"
     assert not loaded(program) & set(HEAVY)
+
+
+def imported(*arguments: object) -> set[str]:
+    """The modules that a command imports."""
+    command = [sys.executable, "-X", "importtime", "-m", "rsv_cli", *map(str, arguments)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return {line.rpartition("|")[2].strip() for line in run.stderr.splitlines() if line.startswith("import time:")}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["info", "--help"]])
+def test_help_needs_no_arrays(arguments: list[str]) -> None:
+    found = {name.split(".")[0] for name in imported(*arguments)}
+    assert {"typer", "rich"} <= found
+    assert not found & ({"numpy", "rsv_format"} | set(HEAVY) - {"typer", "rich", "rsv_cli"})
+
+
+def test_info_is_light(tmp_path: Path) -> None:
+    rsv_format.write(tmp_path / "a.rsv")
+    found = imported("info", tmp_path / "a.rsv")
+    assert "numpy" in found and not {name.split(".")[0] for name in found} & set(HEAVY) - {"typer", "rich", "rsv_cli"}
+    assert not [name for name in found if name.startswith(("rsv_format.quantizer", "rsv_format.sources"))]
