@@ -5,6 +5,7 @@ Modules, bottom up:
 - transform: T on activations;  window: indices of codes;  codebook: centroids, and products with packed codes
 - packed: what quantized layers have in common;  deferred: those that are yet to be read
 - linear, embedding, switch: in place of MLX's own modules;  adapters: what is trained beside them
+- sharding: parts of them in several processes
 - adopt: bytes of a file to arrays: adopted, copied or read when first used
 - tracing: which arrays came through foreign code unchanged;  binding: layers and tensors to the modules of a model
 - lean: mlx-lm without transformers;  tokenizing: tokenizers without it
@@ -37,6 +38,7 @@ if _typing.TYPE_CHECKING:
     from rsv_mlx.moments import ModelCalibration, text_calibration
     from rsv_mlx.quantizing import quantize_model
     from rsv_mlx.saving import save
+    from rsv_mlx.sharding import shard
 
 __all__ = [
     "__version__",
@@ -53,12 +55,13 @@ __all__ = [
     "load_tokenizer",
     "quantize_model",
     "save",
+    "shard",
     "text_calibration",
 ]
 
 _LATER = {
     "ModelCalibration": "moments", "evaluate": "evaluating", "quantize_model": "quantizing", "save": "saving",
-    "text_calibration": "moments",
+    "shard": "sharding", "text_calibration": "moments",
 }  # fmt: skip
 
 

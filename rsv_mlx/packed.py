@@ -21,7 +21,10 @@ from rsv_mlx.codebook import Codebook
 from rsv_mlx.transform import Transform
 
 _MLX_ONLY = frozenset({"biases", "group_size", "mode"})  # what MLX's quantized layers have besides
-_REFUSAL = "the layer is RSV's, not MLX's kind: rsv_mlx.save writes it, load(materialize='dense') makes it MLX's own"
+_REFUSAL = (
+    "the layer is RSV's, not MLX's kind: rsv_mlx.save writes it, rsv_mlx.shard shards it, load(materialize='dense') "
+    "makes it MLX's own"
+)
 
 
 class Packed(Module):

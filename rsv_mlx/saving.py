@@ -80,6 +80,8 @@ def save(
         if is_adapter(module):
             detail = "an adapter is no layer: put what its `fuse` returns in its place first"
             raise RsvError("bad_argument", name, detail)
+        if "_group" in vars(module):
+            raise RsvError("bad_argument", name, "it is sharded: this process has a part of the model alone")
         if isinstance(module, Packed):
             packed.add(name)
             t = module.transform
