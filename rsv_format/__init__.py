@@ -6,7 +6,7 @@ Modules, bottom up:
 - locks: who lives;  panics: what Rust prints;  scratch: temporary folders
 - replaceable: what an output may replace;  outputs: how files come into place
 - layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
-- roles: what tensors are for, by their names;  decoder: a model run in numpy
+- roles: what tensors are for, by their names;  threads: work on pieces, side by side;  decoder: a model run in numpy
 - stored: a file's bytes;  tables: for notebooks
 - codebook: centroids;  householder: the Q of a QR, in pieces;  rotation: transforms
 - header: JSON to structs;  validate: rules between entries, the walk over the blobs

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rsv_format.errors import RsvError
+from rsv_format.threads import ordered
 
 Rows = NDArray[np.float32]
-Fetch = Callable[[str], Iterable[Rows] | None]
+Fetch = Callable[[str], Sequence[Rows] | None]
 Observe = Callable[[str, Rows], None]
 
 
@@ -155,7 +156,7 @@ class Decoder:
     def _linear(self, name: str, x: Rows) -> Rows:
         if self.observe is not None:
             self.observe(name, x)
-        y = np.concatenate([x @ rows.T for rows in self._pieces(f"{name}.weight")], axis=1)
+        y = _product(x, self._pieces(f"{name}.weight"))
         bias = self.fetch(f"{name}.bias")
         if bias is not None:
             y += np.concatenate([*bias])
@@ -166,8 +167,15 @@ class Decoder:
         square = np.mean(np.square(x), axis=-1, keepdims=True)
         return np.asarray(x / np.sqrt(square + np.float32(self.eps)) * gain)
 
-    def _pieces(self, name: str) -> Iterable[Rows]:
+    def _pieces(self, name: str) -> Sequence[Rows]:
         pieces = self.fetch(name)
         if pieces is None:
             raise KeyError(name)
         return pieces
+
+
+def _product(x: Rows, weight: Sequence[Rows]) -> Rows:
+    """x @ W.T, pieces of W side by side."""
+    if len(weight) == 1:
+        return x @ weight[0].T
+    return np.concatenate([*ordered(lambda i: x @ weight[i].T, range(len(weight)), None)], axis=1)

@@ -16,9 +16,8 @@ from test_folders import GPT2, gpt2, mlx_layer
 from test_sources import named, write_folder
 
 import rsv_format
-from rsv_format import RsvError, Source, SourceTensor, open_source
+from rsv_format import RsvError, Source, SourceTensor, open_source, threads
 from rsv_format.dtypes import to_float32
-from rsv_format.quantizer import threads
 from rsv_format.quantizer.calibration import DecoderCalibration
 from rsv_format.sources.base import dense_tensor
 

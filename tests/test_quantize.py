@@ -17,7 +17,7 @@ from rsv_format.codebook import CODEBOOKS, boundaries, codebook
 from rsv_format.quantizer.matrix import ROTATIONS, channel_scales, column_squares, quantize_rows
 from rsv_format.quantizer.matrix import make_transform as transform_for
 from rsv_format.quantizer.scalar import _counter, _table, nearest
-from rsv_format.quantizer.threads import run_threads
+from rsv_format.threads import run_threads
 
 MODULE = sys.modules["rsv_format.quantizer.matrix"]  # the package shows the function of this name
 

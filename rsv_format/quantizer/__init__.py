@@ -2,7 +2,7 @@
 
 Modules, bottom up:
 
-- options: the choices there are;  codebooks: centroids, trained tables;  threads: work side by side
+- options: the choices there are;  codebooks: centroids, trained tables
 - scalar: nearest centroids;  trellis: best paths, by viterbi, compiled
 - feedback: errors put right by later weights;  matrix: quantize one matrix;  budget: bits for each of several
 - importance: what an architecture tells of its layers;  synthetic: what a run on random tokens tells

@@ -7,7 +7,7 @@ second moments of one block in memory at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -98,7 +98,7 @@ class DecoderCalibration:
                 last.clear()
             yield found.get(name)
 
-    def _fetched(self, name: str) -> Iterable[Rows] | None:
+    def _fetched(self, name: str) -> Sequence[Rows] | None:
         tensor = self._source.tensors.get(name)
         return None if tensor is None else tensor.pieces()
 

@@ -49,7 +49,6 @@ from rsv_format.quantizer.matrix import (
 from rsv_format.quantizer.options import DEFAULT_BITS, IMPORTANCES, Importance, QuantizeOptions, table_bits
 from rsv_format.quantizer.predicates import least_bits
 from rsv_format.quantizer.synthetic import synthetic_importance
-from rsv_format.quantizer.threads import DEFAULT_MEMORY, Room, ordered
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
 from rsv_format.roles import Role
@@ -58,6 +57,7 @@ from rsv_format.sources import Source, SourceTensor, open_source
 from rsv_format.sources.experts import stack_experts
 from rsv_format.sources.imatrix import load_imatrix
 from rsv_format.summary import Summary, summarize
+from rsv_format.threads import DEFAULT_MEMORY, Room, ordered
 from rsv_format.validate import walk
 from rsv_format.version import VERSION
 from rsv_format.writer import (

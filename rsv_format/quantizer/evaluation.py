@@ -299,7 +299,7 @@ def _of_source(source: Source) -> Fetch:
 
 
 def _of_file(file: File) -> Fetch:
-    def fetch(name: str) -> Iterable[Rows] | None:
+    def fetch(name: str) -> Sequence[Rows] | None:
         if name in file.tensors:
             return [file.tensors[name].float32()]
         layer, _, kind = name.rpartition(".")

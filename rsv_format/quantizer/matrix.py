@@ -22,8 +22,8 @@ from rsv_format.quantizer import feedback, trellis
 from rsv_format.quantizer.codebooks import centroids as make_centroids
 from rsv_format.quantizer.feedback import Spread
 from rsv_format.quantizer.scalar import nearest
-from rsv_format.quantizer.threads import Room, ordered
 from rsv_format.rotation import Floats, Transform, haar, haar_witness, kronecker_split, random_signs
+from rsv_format.threads import Room, ordered
 from rsv_format.writer import LayerData
 
 Rows = tuple[NDArray[np.uint32], NDArray[np.float32]]  # codes and scales

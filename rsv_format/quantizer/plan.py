@@ -16,8 +16,8 @@ from rsv_format.header import build_header
 from rsv_format.quantizer.conversion import _given_importance, _Job, _opened, _silent
 from rsv_format.quantizer.matrix import quantize_matrix
 from rsv_format.quantizer.options import QuantizeOptions
-from rsv_format.quantizer.threads import DEFAULT_MEMORY, Room
 from rsv_format.sources import Source, SourceTensor
+from rsv_format.threads import DEFAULT_MEMORY, Room
 from rsv_format.validate import walk
 from rsv_format.writer import arrange
 

@@ -6,7 +6,7 @@ stronger than others, and only running the model shows them. Random tokens show 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,7 @@ def measured_importance(
     def observe(name: str, x: Rows) -> None:
         found[name] = np.mean(np.square(x, dtype=np.float64), axis=0)
 
-    def fetch(name: str) -> Iterable[Rows] | None:
+    def fetch(name: str) -> Sequence[Rows] | None:
         tensor = source.tensors.get(name)
         return None if tensor is None else tensor.pieces()
 

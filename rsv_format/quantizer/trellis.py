@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rsv_format.errors import RsvError
 from rsv_format.packing import window_indices
-from rsv_format.quantizer.threads import run_threads
+from rsv_format.threads import run_threads
 
 _DEPTH, _MEMORIES = 32, 6  # steps, and times the trellis' memory: by then all best paths have come together
 _ROOM = 2**24  # bytes of the way back that a thread keeps, if that is enough

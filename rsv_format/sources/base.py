@@ -31,7 +31,7 @@ Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 Part = Callable[[int, int], "SourceTensor"]
 
-_AT_ONCE = 2**22  # weights of a piece that are in float32 together
+_AT_ONCE = 2**20  # weights of a piece that are in float32 together
 CONFIGS = ("config.json", "generation_config.json")
 _LONGEST_REASON = 500  # characters of what a library says
 _POINTER = b"version https://git-lfs.github.com/spec/"  # the first bytes of what Git LFS leaves in a file's place
@@ -87,15 +87,12 @@ class SourceTensor:
 
         return replace(self, float32=float32)
 
-    def pieces(self) -> Iterator[Floats]:
-        """The values in float32, some rows at a time, always the same; what is no matrix whole."""
-        if len(self.shape) < 2:
-            yield self.float32()
-            return
-        tensor, (rows, width) = self.held(), self.matrix_shape
-        step = max(1, _AT_ONCE // width)
-        for start in range(0, rows, step):
-            yield tensor.row_part(start, min(start + step, rows)).float32()
+    def pieces(self) -> Sequence[Floats]:
+        """The values in float32, some rows at a time, always the same, each read when it is asked for.
+
+        What is no matrix is one piece.
+        """
+        return _Pieces(self)
 
     def taken(self, rows: npt.NDArray[np.intp]) -> Floats:
         """Some rows of a matrix, by their numbers, float32 (rows, columns)."""
@@ -112,6 +109,21 @@ class SourceTensor:
             lambda: np.ascontiguousarray(view(read().reshape(whole))),
             lambda: np.ascontiguousarray(view(float32().reshape(whole))),
         )
+
+
+class _Pieces(Sequence[Floats]):
+    def __init__(self, tensor: SourceTensor) -> None:
+        self._tensor, self._edges = tensor.held(), [0, 1]
+        if len(tensor.shape) > 1:
+            rows, width = tensor.matrix_shape
+            self._edges = [*range(0, rows, max(1, _AT_ONCE // width)), rows]
+
+    def __len__(self) -> int:
+        return len(self._edges) - 1
+
+    def __getitem__(self, i: Any) -> Any:
+        start, stop = self._edges[i], self._edges[i + 1]
+        return (self._tensor if len(self._tensor.shape) < 2 else self._tensor.row_part(start, stop)).float32()
 
 
 class SourceFile:
