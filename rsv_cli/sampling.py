@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -106,7 +107,7 @@ class Running:
         self._calibrate, self._untrusted = mlx_module("rsv_mlx.calibrate"), mlx_module("rsv_mlx.untrusted")
         rsv_mlx = mlx_module("rsv_mlx")
         self.file, self.sampling = file, sampling
-        self.model, self.tokenizer = rsv_mlx.load(file, max_order=max_order)
+        self.model = rsv_mlx.load_model(file, max_order=max_order)
         self._draft = None if draft is None else rsv_mlx.load_model(draft, max_order=max_order)
         tables = [self._calibrate.table_rows(model) for model in (self.model, self._draft) if model is not None]
         if len(set(tables)) > 1:
@@ -115,6 +116,11 @@ class Running:
         if rows is not None and sampling.top_k >= rows:
             raise RsvError("bad_argument", "--top-k", f"the model has {rows} tokens")
         mlx_module("mlx.core").random.seed(sampling.seed)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Loaded when it is needed: by then it has encoded a prompt in a process that has limits."""
+        return mlx_module("rsv_mlx").load_tokenizer(self.file)
 
     def cache(self) -> list[Any]:
         """What is remembered, nothing yet."""

@@ -541,7 +541,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "mlx.core": {"random": types.SimpleNamespace(seed=lambda n: None)},
         "mlx_lm": {"stream_generate": stream_generate},
         "mlx_lm.sample_utils": {"make_sampler": lambda temp: temp},
-        "rsv_mlx": {"load": lambda path, max_order: ("model", "tokenizer")},
+        "rsv_mlx": {"load_model": lambda path, max_order: "model", "load_tokenizer": lambda path: "tokenizer"},
         "rsv_mlx.prompt": {"encoding": _encoding},
         "rsv_mlx.calibrate": {"check_tokens": lambda model, tokens: None},
         "rsv_mlx.untrusted": {"library": lambda code, where: contextlib.nullcontext()},

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ import rsv_format
 from rsv_cli import adoption
 from rsv_cli.app import app
 from rsv_format import AttachmentData, LayerData, RsvError, TensorData
+from rsv_format.scratch import abandoned
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 tokenizers = pytest.importorskip("tokenizers")
@@ -211,6 +214,17 @@ def test_what_transformers_sees() -> None:
     assert seen.pop("special_tokens_map.json") == {"eos_token": "w0"}
     assert set(seen) == {"tokenizer.json", "qwen.tiktoken", "generation_config.json"}
     assert not folder.exists()
+
+
+def test_a_folder_of_a_call_is_named_once_its_process_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with data_folder([("tokenizer.json", b"{}")]) as folder:
+        assert folder.parent == tmp_path and abandoned(str(tmp_path)) == []
+    code = "import sys, os, tempfile; tempfile.tempdir = sys.argv[1]\nfrom rsv_mlx.untrusted import data_folder\n"
+    code += "with data_folder([('tokenizer.json', b'{}')]): os._exit(0)"
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, cwd=Path(__file__).parents[1])
+    (left,) = abandoned(str(tmp_path))
+    assert [path.name for path in left.iterdir()] == ["tokenizer.json"]
 
 
 # costs
