@@ -522,15 +522,19 @@ def test_extract_checks_the_digest(quantized: Path, tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _encoding(path: Path, prompt: str, *, chat: bool, seconds: float) -> Any:
-    yield types.SimpleNamespace(tokens=lambda: [prompt, chat, seconds])
+def _encoder(path: Path, seconds: float) -> Any:
+    asked: list[Any] = []
+    yield types.SimpleNamespace(send=asked.append, receive=lambda: [*asked, seconds])
 
 
 @pytest.fixture
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
 
-    def stream_generate(model: Any, tokenizer: Any, prompt: Any, *, max_tokens: int, sampler: Any) -> Any:
+    def stream_generate(
+        model: Any, tokenizer: Any, prompt: Any, *, max_tokens: int, sampler: Any, **options: Any
+    ) -> Any:
+        assert (model, tokenizer) == ("model", "tokenizer")
         seen.append((prompt, max_tokens, sampler))
         facts = {"prompt_tokens": 3, "prompt_tps": 9.0, "generation_tokens": 2, "generation_tps": 8.0, "peak_memory": 0}
         for text in ("blue", " sky"):
@@ -540,11 +544,16 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         "mlx": {},
         "mlx.core": {"random": types.SimpleNamespace(seed=lambda n: None)},
         "mlx_lm": {"stream_generate": stream_generate},
-        "mlx_lm.sample_utils": {"make_sampler": lambda temp: temp},
+        "mlx_lm.sample_utils": {
+            "make_sampler": lambda temp, **options: temp,
+            "make_logits_processors": lambda **options: [],
+        },
+        "mlx_lm.models": {},
+        "mlx_lm.models.cache": {"make_prompt_cache": lambda model, size: []},
         "rsv_mlx": {"load_model": lambda path, max_order: "model", "load_tokenizer": lambda path: "tokenizer"},
-        "rsv_mlx.prompt": {"encoding": _encoding},
-        "rsv_mlx.calibrate": {"check_tokens": lambda model, tokens: None},
-        "rsv_mlx.untrusted": {"library": lambda code, where: contextlib.nullcontext()},
+        "rsv_mlx.prompt": {"encoder": _encoder},
+        "rsv_mlx.calibrate": {"check_tokens": lambda model, tokens: None, "table_rows": lambda model: None},
+        "rsv_mlx.untrusted": {"library": lambda code, where: contextlib.nullcontext(), "mlx_lm_utils": lambda: None},
     }
     for name, members in fakes.items():
         module = types.ModuleType(name)
@@ -557,19 +566,21 @@ def test_generate_applies_the_chat_template(prompts: list[Any], quantized: Path)
     result = rsv("generate", quantized, "--prompt", "Why?", "--max-tokens", 7, "--temp", 0.5)
     assert result.exit_code == 0 and result.stdout == "blue sky\n"
     assert "generated 2 tokens" in result.stderr
-    assert prompts == [(["Why?", True, 20.0], 7, 0.5)]
+    messages = [{"role": "user", "content": "Why?"}]
+    asked = {"messages": messages, "text": "Why?", "options": {"add_generation_prompt": True}}
+    assert prompts == [([asked, 20.0], 7, 0.5)]
 
 
 def test_generate_raw_from_standard_input(prompts: list[Any], quantized: Path) -> None:
     result = CliRunner().invoke(app, ["generate", str(quantized), "-p", "-", "--raw", "--quiet"], input="Once")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "blue sky\n", "")
-    assert prompts == [(["Once", False, 20.0], 256, 0.0)]
+    assert prompts == [([{"text": "Once"}, 20.0], 256, 0.0)]
 
 
 def test_generate_without_mlx(monkeypatch: pytest.MonkeyPatch, quantized: Path) -> None:
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     result = failed(1, "generate", quantized, "--prompt", "Why?")
-    assert result.stderr.startswith("error[missing_dependency] mlx.core: ") and "rsv-format[mlx]" in result.stderr
+    assert result.stderr.startswith("error[missing_dependency] ") and "rsv-format[mlx]" in result.stderr
 
 
 def test_limits_of_the_command_line_are_the_librarys() -> None:
