@@ -89,12 +89,12 @@ class Decoder:
         self.theta = float(config.get("rope_theta") or 10000.0)
 
     def run(self, embedded: Rows, progress: Callable[[int, int, str], None] | None = None) -> Rows:
-        """Embedded tokens (tokens, hidden_size) through all blocks and the last norm."""
+        """Embedded tokens (tokens, hidden_size) through all blocks and the last norm: what the head sees."""
         (last,) = deque(self.steps(embedded, progress), maxlen=1)
-        return self._norm("model.norm", last)
+        return last
 
     def steps(self, embedded: Rows, progress: Callable[[int, int, str], None] | None = None) -> Iterator[Rows]:
-        """Embedded tokens, after each block, which runs when it is asked for."""
+        """Embedded tokens after each block, which runs when it is asked for, and after the last norm."""
         x = embedded * np.float32(np.sqrt(self.hidden_size)) if self.family.scaled_embedding else embedded
         for i in range(self.blocks):
             block = f"model.layers.{i}"
@@ -102,6 +102,7 @@ class Decoder:
                 progress(i, self.blocks, block)
             x = self._block(block, x)
             yield x
+        yield self._norm("model.norm", x)
 
     def _block(self, block: str, x: Rows) -> Rows:
         attended = self._attention(f"{block}.self_attn", self._norm(f"{block}.input_layernorm", x))

@@ -6,6 +6,7 @@ second moments of one block in memory at a time.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -24,7 +25,7 @@ CALIBRATION_TOKENS = 8192  # of a text
 WINDOW = 512  # of context
 
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.")
-_EMBEDDING = "model.embed_tokens.weight"
+_TABLE, _HEAD = "model.embed_tokens", "lm_head"
 
 
 class DecoderCalibration:
@@ -73,7 +74,7 @@ class DecoderCalibration:
         RsvError
             source_invalid: the model cannot be run.
         """
-        embedding = self._source.tensors.get(_EMBEDDING)
+        embedding = self._source.tensors.get(f"{_TABLE}.weight")
         if embedding is None or int(self._ids.max()) >= embedding.shape[0]:
             raise RsvError("source_invalid", self._source.path, "its embedding table does not have these tokens")
         found: dict[str, NDArray[np.float32]] = {}
@@ -86,16 +87,19 @@ class DecoderCalibration:
 
         with running("source_invalid", self._source.path):
             embedded = embedding.taken(self._ids)
-            blocks = Decoder(self._source.config or {}, self._fetched, observe, WINDOW).steps(embedded)
+            decoder = Decoder(self._source.config or {}, self._fetched, observe, WINDOW)
+            steps = decoder.steps(embedded)
+        head = _HEAD if f"{_HEAD}.weight" in self._source.tensors else _TABLE
         reached = -1
         for name in names:
-            while reached < block_of(name):
+            while reached < min(block_of(name), decoder.blocks):
                 found.clear()
-                with running("source_invalid", self._source.path):
-                    if next(blocks, None) is None:
-                        break
-                reached += 1
                 last.clear()
+                with running("source_invalid", self._source.path):
+                    x = next(steps)
+                reached += 1
+                if reached == decoder.blocks:
+                    observe(head, x)
             yield found.get(name)
 
     def _fetched(self, name: str) -> Sequence[Rows] | None:
@@ -111,7 +115,7 @@ def windows(ids: Sequence[int], begin: int | None) -> list[int]:
     return [x for start in range(0, len(ids), step) for x in (begin, *ids[start : start + step])]
 
 
-def block_of(name: str) -> int:
-    """The number of the block that a layer is in, -1 for one outside."""
+def block_of(name: str) -> float:
+    """The number of the block that a layer is in; infinite for one outside, as the head, which comes last."""
     match = _BLOCK.match(plain_name(name))
-    return int(match[1]) if match else -1
+    return int(match[1]) if match else math.inf

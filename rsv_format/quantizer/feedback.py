@@ -9,6 +9,17 @@ H comes from few tokens and fits them: it is made to have seen some tokens of wh
 heeds what it says of single channels too, the transform's channel scales need heed their importance half as much: if
 feedback were perfect, not at all.
 
+Mean divergence of SmolLM2 from itself, its linear layers at 4 bits, a trellis of window 8, on 512 tokens of each of two
+texts; moments of prose, and above 3072 tokens half of verse:
+
+    no feedback                                                    0.0871  0.0828
+    3072 tokens, white noise as of as many, half of H's diagonal   0.0778  0.0688
+    8192 tokens, white noise as of 2048, importance halved         0.0635  0.0682
+    4096 tokens, the same                                          0.0652  0.0700
+    4096 tokens, what layers see of the layers quantized before    0.0687  0.0712
+
+and its embedding table alone, which is the head too, at 5 bits: 0.0101 and 0.0108 without, 0.0057 and 0.0054 with it.
+
 E. Frantar et al., "GPTQ", arXiv 2210.17323; J. Chee et al., "QuIP", arXiv 2307.13304, whose LDLQ is the same.
 """
 
