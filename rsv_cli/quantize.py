@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.leftovers import tell_leftovers_beside
+from rsv_cli.leftovers import remove_leftovers, tell_leftovers_beside
 from rsv_cli.options import Force, Json, Quiet, Revision, Source, at_revision
 from rsv_cli.session import mlx_module, scratch, session
 from rsv_cli.texts import read_text
@@ -129,6 +129,17 @@ def quantize(
                      "are taken some rows at a time, so a model may be larger than memory. The file is the same. Error "
                      "feedback needs room for some matrices of in_features × in_features besides."),
     ] = "64MB",
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with what a run of the same options and source has left, as one that was "
+                     "killed does; and keep what is done if this one ends early, by Ctrl-C, a full disk or a power "
+                     "cut. The file is the same as without an interruption."),
+    ] = False,
+    drop_leftovers: Annotated[
+        bool,
+        typer.Option("--remove-leftovers", help="Remove first what killed runs have left of OUT, which is named "
+                     "otherwise."),
+    ] = False,
     revision: Revision = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Write nothing: say which layers get how many bits, how large the file "
@@ -153,6 +164,8 @@ def quantize(
         raise typer.BadParameter("give a budget, or --bits for all layers", param_hint="--bits-per-weight")
     if window is not None and codebook is not Codebook.trellis:
         raise typer.BadParameter("only --codebook trellis has windows", param_hint="--window")
+    if resume and drop_leftovers:
+        raise typer.BadParameter("there would be nothing left to resume", param_hint="--remove-leftovers")
     if output is None and not dry_run:
         raise typer.BadParameter("is missing", param_hint="--output")
     room = _size(memory)
@@ -162,7 +175,9 @@ def quantize(
         from rsv_format.writer import RSV_FILE
 
         if output is not None:
-            tell_leftovers_beside(output, quiet)
+            if drop_leftovers and not dry_run:
+                remove_leftovers(output, quiet)
+            tell_leftovers_beside(output, quiet or resume)
             check(output, RSV_FILE, inputs=[source, *([calibrate] if calibrate else [])], force=force)
         words = None if calibrate is None else read_text(calibrate)
         options: dict[str, Any] = {
@@ -190,7 +205,7 @@ def quantize(
                 _print_plan(planned)
             return
         with terminal.progress("quantizing", quiet=quiet) as told:
-            report = _quantized(source, output, words, force=force, progress=told, **options)
+            report = _quantized(source, output, words, force=force, resume=resume, progress=told, **options)
         if as_json:
             terminal.write_json(_tree(report))
         elif not quiet:

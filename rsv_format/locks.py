@@ -14,6 +14,18 @@ def lock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+def try_lock(descriptor: int) -> bool:
+    """As `lock`; False if somebody else has locked it."""
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl
+
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
 def is_abandoned(path: str | os.PathLike[str]) -> bool:
     """Whether a file or folder that was locked is so no longer; False where that cannot be told."""
     with contextlib.suppress(ImportError, OSError):

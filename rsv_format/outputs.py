@@ -22,10 +22,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from rsv_format.errors import RsvError
-from rsv_format.locks import is_abandoned, lock
+from rsv_format.locks import is_abandoned, lock, try_lock
 from rsv_format.replaceable import Kind, StrPath, Target
 
-_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp", re.DOTALL)
+_TEMPORARY = re.compile(r"\..+\.(?:[0-9a-f]{12}\.tmp|unfinished)", re.DOTALL)
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
 
 _unfinished: set[Output] = set()
@@ -43,6 +43,10 @@ class Output:
         As `Target`.
     inputs : paths
         What is read to make it, and never replaced: files, and folders with the files in them.
+    taken_up : bool, optional
+        Not None gives it a name while it is not finished, `unfinished_path`, by which another run can find it after a
+        SIGKILL. True takes up what is there by that name, and leaves it whatever ends this one; False, where another's
+        is there, goes without the name. After `open` it says whether there was something to take up.
 
     Raises
     ------
@@ -51,8 +55,16 @@ class Output:
     """
 
     def __init__(
-        self, path: StrPath, kind: Kind | None = None, *, inputs: Iterable[StrPath] = (), force: bool = False
+        self,
+        path: StrPath,
+        kind: Kind | None = None,
+        *,
+        inputs: Iterable[StrPath] = (),
+        force: bool = False,
+        taken_up: bool | None = None,
     ) -> None:
+        self.taken_up, self._kept = taken_up, bool(taken_up)
+        self.unfinished: str | None = None  # the name by which another run can find it
         self._named = os.fspath(path)
         self._temporaries: list[str] = []  # names that `discard` removes
         self._file: FileIO | None = None
@@ -75,8 +87,10 @@ class Output:
             self._folder = os.open(parent, os.O_RDONLY | os.O_CLOEXEC)
             self._file = FileIO(self._new(parent), "r+")
             lock(self._file.fileno())
-            _check_room(self._file.fileno(), nbytes)
-            self._file.truncate(nbytes)
+            found = os.fstat(self._file.fileno())
+            _check_room(self._file.fileno(), nbytes - (512 * found.st_blocks if self.taken_up else 0))
+            if found.st_size < nbytes or not self.taken_up:
+                self._file.truncate(nbytes)
         return self._file
 
     @property
@@ -85,12 +99,20 @@ class Output:
         assert self._file is not None
         return self._temporaries[0] if self._temporaries else _unnamed(self._file.fileno())
 
+    @property
+    def descriptor(self) -> int:
+        """The open file's."""
+        assert self._file is not None
+        return self._file.fileno()
+
     def commit(self) -> None:
         """Flush to the disk and take the path's place, in one step."""
         commit(self)
 
     def discard(self) -> None:
-        """Forget what was written."""
+        """Forget what was written, if it is not to be taken up."""
+        if self._kept and self.unfinished in self._temporaries:
+            self._temporaries.remove(self.unfinished)
         while self._temporaries:
             with contextlib.suppress(OSError):
                 os.unlink(self._temporaries[-1])
@@ -137,12 +159,37 @@ class Output:
         old = self._target.replaced()
         mode = stat.S_IMODE(old.st_mode) & 0o777 if old else 0o666
         flags = os.O_RDWR | os.O_CLOEXEC
+        if self.taken_up is not None and (descriptor := self._findable(flags, mode)) is not None:
+            return descriptor
         if hasattr(os, "O_TMPFILE") and os.path.exists(_unnamed(self._folder)):
             with contextlib.suppress(OSError):  # not every file system has it; whatever else is wrong shows below
                 return os.open(parent, flags | os.O_TMPFILE, mode)
         name = _temporary_name(self.path)
         self._temporaries.append(name)
         return os.open(name, flags | os.O_CREAT | os.O_EXCL, mode)
+
+    def _findable(self, flags: int, mode: int) -> int | None:
+        """A descriptor of the file that another run can find; None if it is another's and not to be taken up."""
+        name = unfinished_path(self.path)
+        try:
+            descriptor = os.open(name, flags | os.O_CREAT | os.O_EXCL, mode)
+            self.taken_up = False
+        except FileExistsError:
+            if not self.taken_up:
+                return None
+            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                found = os.fstat(descriptor)
+                if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+                    raise RsvError("bad_argument", name, "is not a file of yours")
+                if not try_lock(descriptor):
+                    raise RsvError("bad_argument", name, "another run is at work on it")
+            except BaseException:
+                os.close(descriptor)
+                raise
+        self.unfinished = name
+        self._temporaries.append(name)
+        return descriptor
 
     def _sync(self) -> None:
         """All that was written is on the disk, with the owner and permissions of what it replaces."""
@@ -276,6 +323,18 @@ def leftovers(path: StrPath) -> list[Path]:
     return []
 
 
+def unfinished_path(path: StrPath) -> str:
+    """Where what is not finished lies while it is made, if another run is to find it."""
+    parent, name = os.path.split(os.path.realpath(path))
+    return os.path.join(parent, f".{_short(name)}.unfinished")
+
+
+def is_of(leftover: Path, path: StrPath) -> bool:
+    """Whether what was left behind was to come to this path."""
+    own = f".{_short(os.path.basename(os.path.realpath(path)))}"
+    return re.fullmatch(rf"{re.escape(own)}\.(?:[0-9a-f]{{12}}\.tmp|unfinished)", leftover.name) is not None
+
+
 def discard_all() -> None:
     """Discard every output that is not committed, for a process that ends at once."""
     for output in list(_unfinished):
@@ -284,8 +343,11 @@ def discard_all() -> None:
 
 def _temporary_name(path: str) -> str:
     parent, name = os.path.split(path)
-    short = os.fsencode(name)[:100].decode("utf-8", "ignore")  # of the 255 bytes that a name may have
-    return os.path.join(parent, f".{short}.{secrets.token_hex(6)}.tmp")
+    return os.path.join(parent, f".{_short(name)}.{secrets.token_hex(6)}.tmp")
+
+
+def _short(name: str) -> str:
+    return os.fsencode(name)[:100].decode("utf-8", "ignore")  # of the 255 bytes that a name may have
 
 
 def _second_name(path: str) -> str | None:

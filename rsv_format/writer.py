@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import FileIO
 from types import TracebackType
@@ -45,6 +45,7 @@ from rsv_format.validate import Blob, check_references, walk
 
 RSV_FILE = Kind("an RSV file", lambda head: head.startswith(MAGIC))
 _T = TypeVar("_T")
+_AT_ONCE = 2**24  # bytes that are read again together
 
 
 @dataclass(frozen=True, repr=False)
@@ -294,6 +295,10 @@ class Writer:
         What the content comes from, and never replaced: files, and folders with the files in them.
     force : bool
         Replace a file that is not RSV, or write-protected; but never a model in another format.
+    output : Output, optional
+        Where to write instead: the path's, made by the caller.
+    finished : callable(kind, name, sha256), optional
+        Told of each blob that is written.
 
     Raises
     ------
@@ -309,8 +314,11 @@ class Writer:
         *,
         inputs: Iterable[str | os.PathLike[str]] = (),
         force: bool = False,
+        output: Output | None = None,
+        finished: Callable[[str, str, str], None] | None = None,
     ) -> None:
-        self._output = Output(path, RSV_FILE, inputs=inputs, force=force)
+        self._output = Output(path, RSV_FILE, inputs=inputs, force=force) if output is None else output
+        self._finished = finished
         self._file: FileIO | None = None
         given = _checked(header)
         header = arrange(given)
@@ -329,6 +337,40 @@ class Writer:
         self._digests: dict[tuple[str, str], str] = {}
         self._layers = layers
         self._tensors = {tensor.name: tensor for tensor in header.tensors}
+
+    @property
+    def nbytes(self) -> int:
+        """How long the file will be."""
+        return self._file_nbytes
+
+    def adopt(self, kind: str, name: str, sha256: str) -> bool:
+        """Whether a blob of this digest is in the file already, so that it need not be written."""
+        blob = self._blobs.get((kind, name))
+        if blob is None or self._file is None:
+            return False
+        digest = hashlib.sha256()
+        try:
+            for start in range(blob.offset, blob.offset + blob.nbytes, _AT_ONCE):
+                digest.update(os.pread(self._file.fileno(), min(_AT_ONCE, blob.offset + blob.nbytes - start), start))
+        except OSError as e:
+            raise RsvError("io_error", self._output.path, e.strerror or str(e)) from e
+        if digest.hexdigest() != sha256:
+            return False
+        self._digests[kind, name] = sha256
+        return True
+
+    def has_layer(self, name: str) -> bool:
+        """Whether it is written, or adopted."""
+        return ("layer", name) in self._digests
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether it is written, or adopted."""
+        return ("tensor", name) in self._digests
+
+    def has_transform(self, index: int) -> bool:
+        """Whether all that is stored of it is written, or adopted."""
+        name = f"transforms/{self._entry(self._transforms, index)}"
+        return {key for key in self._blobs if key[1] == name} <= self._digests.keys()
 
     def codebook(self, index: int, centroids: NDArray[np.float32]) -> None:
         """Write the centroids of the codebook at this position of the header that was given."""
@@ -435,6 +477,7 @@ class Writer:
         self._write(0, build_prologue(text, self._file_nbytes))
         self._write(PROLOGUE_NBYTES, text)
         assert self._file is not None
+        self._file.truncate(self._file_nbytes)  # where a journal lay behind it
         return self._file
 
     def commit(self) -> None:
@@ -526,6 +569,8 @@ class Writer:
         if end != blob.nbytes:
             raise RsvError("content_invalid", key[1], f"{end} bytes, the header says {blob.nbytes}")
         self._digests[key] = digest.hexdigest()
+        if self._finished is not None:
+            self._finished(*key, self._digests[key])
 
     def _write(self, offset: int, data: bytes | memoryview) -> None:
         if self._file is None:

@@ -112,7 +112,7 @@ QUANTIZER = [
     {name: set() for name in ("options", "importance", "predicates", "codebooks")},
     {"scalar": set(), "viterbi": set(), "synthetic": set(), "budget": set(), "evaluation": set()},
     {"trellis": set(), "calibration": set()},
-    {"feedback": set()},
+    {"feedback": set(), "unfinished": set()},
     {"matrix": set()},
     {"conversion": set()},
     {"plan": set()},

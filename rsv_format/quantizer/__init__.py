@@ -6,6 +6,6 @@ Modules, bottom up:
 - scalar: nearest centroids;  trellis: best paths, by viterbi, compiled
 - feedback: errors put right by later weights;  matrix: quantize one matrix;  budget: bits for each of several
 - importance: what an architecture tells of its layers;  synthetic: what a run on random tokens tells
-- calibration: what layers see of a text;  conversion: a model into a file;  evaluation: what that does to predictions
-- plan: what conversion would do
+- calibration: what layers see of a text;  unfinished: what an interrupted run leaves
+- conversion: a model into a file;  plan: what it would do;  evaluation: what that does to predictions
 """

@@ -29,7 +29,7 @@ from rsv_format.header import (
 )
 from rsv_format.layout import BIAS_DTYPES
 from rsv_format.limits import MAX_NAME
-from rsv_format.outputs import check
+from rsv_format.outputs import Output, check
 from rsv_format.quantizer.budget import LEVELS, Demand, quantized_nbytes, spend, weighted_error
 from rsv_format.quantizer.calibration import DecoderCalibration, block_of
 from rsv_format.quantizer.codebooks import centroids
@@ -49,6 +49,7 @@ from rsv_format.quantizer.matrix import (
 from rsv_format.quantizer.options import DEFAULT_BITS, IMPORTANCES, Importance, QuantizeOptions, table_bits
 from rsv_format.quantizer.predicates import least_bits
 from rsv_format.quantizer.synthetic import synthetic_importance
+from rsv_format.quantizer.unfinished import Journal, Measured, facts_of
 from rsv_format.reader import File
 from rsv_format.reader import open as open_file
 from rsv_format.roles import Role
@@ -103,6 +104,7 @@ def quantize(
     force: bool = False,
     threads: int | None = None,
     memory: int = DEFAULT_MEMORY,
+    resume: bool = False,
     progress: Progress | None = None,
     **options: Any,
 ) -> QuantizeReport:
@@ -124,6 +126,9 @@ def quantize(
         Bytes for what is read and encoded at a time, `LEAST_MEMORY` at least: some rows of a matrix, however large
         that is. What there is beside them does not grow with the model, but with error feedback, which takes some
         matrices (in_features, in_features). The file is the same for any number.
+    resume : bool
+        Go on with what an earlier run of the same options and source has left unfinished beside `out`, as a SIGKILL
+        leaves it, and leave what is done if this one is interrupted, however that is. The file is the same.
     progress : callable(done, total, name), optional
         Told the weights done, all of them, and the layer at work.
     **options
@@ -144,9 +149,15 @@ def quantize(
     with _opened(source, tokenizer) as opened:
         job = _Job(opened, chosen, given, room, progress or _silent)
         inputs += [file.path for file in opened.files]
-        check(out, RSV_FILE, inputs=inputs, force=force, nbytes=job.least_nbytes())
-        job.measure()
-        with job.write(out, force) as file:
+        least = job.least_nbytes()
+        journal = Journal.of(out, facts_of(opened, chosen, given), resume)
+        check(out, RSV_FILE, inputs=inputs, force=force, nbytes=0 if journal.measured else least)
+        if journal.measured is None:
+            job.measure()
+            journal.measured = Measured(job.importance, job.layer_bits)
+        job.importance, job.layer_bits = journal.measured.importance, dict(journal.measured.layer_bits)
+        output = Output(out, RSV_FILE, inputs=inputs, force=force, taken_up=resume)
+        with job.write(output, journal) as file:
             summary = summarize(file)
             if _repeats(file):
                 save(file, out)
@@ -276,22 +287,36 @@ class _Job:
         if self.options.bits_per_weight is not None:
             self.layer_bits = self._spent(self.options.bits_per_weight)
 
-    def write(self, out: str | os.PathLike[str], force: bool) -> File:
-        """Stream everything into a file. Returned is that very file, whatever its path means by then."""
+    def write(self, output: Output, journal: Journal) -> File:
+        """Stream everything that the journal does not know into a file.
+
+        Returned is that very file, whatever its path means by then.
+        """
         header = self._header(self.layer_bits)
         positions = {layer.name: layer.transform for layer in header.layers}
-        with Writer(out, header, force=force) as writer:
+        with Writer(output.path, header, output=output, finished=journal.note) as writer:
+            journal.begin(output, writer.nbytes)
+            told = self._phase("taking up")
+            for i, ((kind, name), digest) in enumerate(journal.blobs.items()):
+                told(i, len(journal.blobs), name)
+                writer.adopt(kind, name, digest)
             for i, entry in enumerate(header.codebooks):
                 writer.codebook(i, self._centroids(entry.bits))
-            written: set[int] = set()
-            for layer in self.layers_in_pieces():
+
+            def is_written(group: list[str]) -> bool:
+                position = positions[group[0]]
+                has_transform = position is None or writer.has_transform(position)
+                return has_transform and all(map(writer.has_layer, group))
+
+            for layer in self.layers_in_pieces([group for group in self.groups if not is_written(group)]):
                 position = positions[layer.name]
-                if layer.transform is not None and position is not None and position not in written:
+                if layer.transform is not None and position is not None and not writer.has_transform(position):
                     writer.transform(position, layer.transform)
-                    written.add(position)
-                writer.layer_pieces(layer.name, layer.pieces, self._bias_of(layer.name))
+                if not writer.has_layer(layer.name):
+                    writer.layer_pieces(layer.name, layer.pieces, self._bias_of(layer.name))
             for name in self._kept():
-                writer.tensor_pieces(name, self._as_kept(name))
+                if not writer.has_tensor(name):
+                    writer.tensor_pieces(name, self._as_kept(name))
             for name, (_, data) in self.source.attachments.items():
                 writer.attachment(name, data)
             self.source.check_unchanged()  # raised here, it leaves nothing behind
@@ -299,7 +324,7 @@ class _Job:
 
     def quantized(self) -> Iterator[LayerData]:
         """The layers, one at a time."""
-        for layer in self.layers_in_pieces():
+        for layer in self.layers_in_pieces(self.groups):
             name, weight, bias = layer.name, self._weight(layer.name), self.biases.get(layer.name)
             bits, stack = self.layer_bits[name], prod(weight.shape[:-2])
             codes, scales = joined(layer.pieces, weight.matrix_shape, bits)
@@ -309,10 +334,11 @@ class _Job:
             )  # fmt: skip
             del codes, scales
 
-    def layers_in_pieces(self) -> Iterator[_Pieces]:
-        """The layers, group by group, each to be taken before the next one."""
-        total, done = sum(prod(self._weight(name).shape) for name in self.layers), 0
-        for group, moment in zip(self.groups, self._moments(), strict=False):
+    def layers_in_pieces(self, groups: list[list[str]]) -> Iterator[_Pieces]:
+        """The layers of some groups, each to be taken, or left out, before the next one."""
+        total = sum(prod(self._weight(name).shape) for name in self.layers)
+        done = total - sum(prod(self._weight(name).shape) for group in groups for name in group)
+        for group, moment in zip(groups, self._moments(groups), strict=False):
             self.progress(done, total, group[0])
             importance = self.importance.get(group[0])
             if importance is not None and moment is not None:
@@ -510,7 +536,7 @@ class _Job:
         for group in self.groups:
             found = [known[name] for name in group if name in known]
             if found:
-                mean = np.asarray(np.mean(np.stack(found), axis=0))
+                mean = np.asarray(np.mean(np.stack(found), axis=0), np.float64)
                 shared.update({name: mean for name in group})
         return shared
 
@@ -534,11 +560,11 @@ class _Job:
             importance=importance,
         )
 
-    def _moments(self) -> Iterator[NDArray[np.float32] | None]:
+    def _moments(self, groups: list[list[str]]) -> Iterator[NDArray[np.float32] | None]:
         """For each group what feedback goes by, None where there is nothing."""
         if self.feedback is None:
             return itertools.repeat(None)
-        return self.feedback.moments([plain_name(group[0]) for group in self.groups])
+        return self.feedback.moments([plain_name(group[0]) for group in groups])
 
     def _quantized(
         self, name: str, transform: Transform | None, known: Spread | None, done: int, total: int

@@ -143,6 +143,11 @@ class SourceFile:
             self._descriptor, self._opened, self.size = descriptor, _identity(found), found.st_size
             _refuse_pointer(os.pread(descriptor, len(_POINTER), 0), path)
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Bytes, and nanoseconds of its last change, when it was opened."""
+        return self._opened[2], self._opened[3]
+
     def read(
         self, dtype: npt.DTypeLike, shape: tuple[int, ...], offset: int, where: str, stride: int | None = None
     ) -> Array:
