@@ -318,7 +318,8 @@ def _dequantized(got: list[Any], want: list[Any], tolerance: dict[str, float]) -
         problem = differ(g["w_rot"], w["w_rot"], f"{name}: w_rot")
         if problem:
             return problem
-        if [len(row) for row in g["w"]] != [len(row) for row in w["w"]] or len(g["tx"]) != len(w["tx"]):
+        sizes = [len(w["tx"]) for _ in w["w"]]
+        if [len(row) for row in g["w"]] != sizes or len(g["tx"]) != len(w["tx"]):
             return f"{name}: other samples"
         if bounds["exact"]:
             if g["w"] != w["w"]:
@@ -326,6 +327,8 @@ def _dequantized(got: list[Any], want: list[Any], tolerance: dict[str, float]) -
         else:
             d = [1.0] * len(w["tx"]) if bounds["d"] is None else _f32(bounds["d"])
             for k, (row, expected) in enumerate(zip(g["w"], w["w"], strict=True)):
+                if expected is None:  # beyond f32: RSV-723
+                    continue
                 error = _norm((a - b) / c for a, b, c in zip(_f32(row), _f32(expected), d, strict=True))
                 if not error <= tolerance["w"] * _f32(bounds["norm_w"])[k]:
                     return f"{name}: w, sampled row {k}: error {error:.3g}, norm {_f32(bounds['norm_w'])[k]:.3g}"

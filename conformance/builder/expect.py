@@ -219,7 +219,9 @@ def dequantize(doc: Doc) -> dict[str, Any]:
         out.append({
             "name": entry["name"],
             "w_rot": floats([len(rotated), n], [v for row in rotated for v in row]),
-            "w": [[f32_hex(row[c]) for c in columns] for row in w],
+            "w": [  # RSV-723
+                [f32_hex(row[c]) for c in columns] if T is None or max(map(abs, row)) < 2.0**128 else None for row in w
+            ],
             "tx": [f32_hex(tx[c]) for c in columns],
             "y": [
                 f32_hex(math.fsum(a * b for a, b in zip(tx, rotated[r], strict=True)) + (bias[r] if bias else 0.0))

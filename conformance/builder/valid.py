@@ -515,6 +515,14 @@ def ranges(cases: Cases) -> None:
     one(
         "range-w-small-d-large", 1031, 1, [1e30 * v for v in large], ("hartley",), 3e-33, "small rows, a large diagonal"
     )
+    doc, rng = Doc(), Rng("range-w-overflows")
+    doc.codebook(4, f32_bytes(codebook("bell", 4, rng)))
+    assert expect.input_vector(16)[8] == 0
+    doc.transform(16, 16, ("values", f32_bytes([2.0**125 if j == 8 else 1.0 for j in range(16)])), None)
+    codes = [[rng.below(16) for _ in range(16)] for _ in range(2)]
+    doc.layer("layer", 16, 2, 0, layer_blob(codes, 4, f32_bytes([1024.0, 2048.0])), transform=0)
+    add(cases, "range-w-overflows", doc, ["RSV-722", "RSV-723", "RSV-725"],
+        "W is beyond f32 where x is zero: y is finite", flags=["edge"])  # fmt: skip
 
 
 def tensors(cases: Cases) -> None:
