@@ -214,6 +214,15 @@ def padding_in_the_product() -> None:
     reader.Layer._unpacked = wrong
 
 
+def products_with_w() -> None:
+    """y is made of W in float32, which may be infinite where x is zero."""
+
+    def wrong(self: Any, x: Any) -> Any:
+        return (x @ self.dequantize().reshape(-1, self.in_features).T).reshape(*x.shape[:-1], -1)
+
+    module("reader").Layer.matmul = wrong
+
+
 # fault -> (what plants it, cases that must notice)
 FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "msb-first": (msb_first, "valid/codes-all-*"),
@@ -235,6 +244,7 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "windows-end-at-their-code": (windows(ends_at_its_code), "valid/window-b5-*"),
     "windows-in-order": (windows_in_order, "valid/window-*"),
     "rows-as-they-are": (rows_as_they_are, "valid/range-*"),
+    "products-with-w": (products_with_w, "valid/range-w-*"),
     "padding-in-the-product": (padding_in_the_product, "invalid/*padding-code-*"),
     "windows-uniform": (windows_uniform, "valid/window-not-*"),
 }
