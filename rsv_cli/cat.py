@@ -19,7 +19,7 @@ from rsv_cli.session import session
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from rsv_format import File
+    from rsv_format import File, Layer
     from rsv_format.reader import Attachment
 
 _NPY = b"\x93NUMPY"
@@ -87,7 +87,7 @@ def _found(file: File, name: str) -> list[Callable[[], NDArray[Any] | memoryview
     def layer(base: str, part: str) -> NDArray[Any]:
         item = file.layers[base]
         verify_blobs(file, item.blobs)
-        return item.dequantize() if part == "weight" else _array(item.bias, item.bias_dtype)
+        return _dense(item) if part == "weight" else _array(item.bias, item.bias_dtype)
 
     def tensor() -> NDArray[Any]:
         item = file.tensors[name]
@@ -110,6 +110,18 @@ def _found(file: File, name: str) -> list[Callable[[], NDArray[Any] | memoryview
     if name in file.attachments:
         found.append(attachment)
     return found
+
+
+def _dense(layer: Layer) -> NDArray[Any]:
+    import numpy as np
+
+    from rsv_format import RsvError
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        weight = layer.dequantize()
+    if not np.isfinite(weight).all():
+        raise RsvError("nonfinite_value", layer.name, "its weight overflows float32")
+    return weight
 
 
 def _array(array: Any, dtype: str | None) -> NDArray[Any]:

@@ -139,7 +139,8 @@ def _layer(a: Layer, b: Layer) -> Change | None:
         return None
     error = None
     if _shape(a) == _shape(b):
-        error = relative(*squares(a.dequantize(), b.dequantize()))
+        with np.errstate(over="ignore", invalid="ignore"):  # a scale times a centroid may be beyond float32
+            error = relative(*squares(a.dequantize(), b.dequantize()))
     return Change(a.name, what, error)
 
 

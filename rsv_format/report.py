@@ -110,7 +110,7 @@ def describe(
     Raises
     ------
     RsvError
-        missing_layer, shape_mismatch: the source is of another model; nonfinite_weight; io_error; what
+        missing_layer, shape_mismatch: the source is of another model; nonfinite_weight, nonfinite_value; io_error; what
         `Layer.dequantize` raises.
     """
     told = progress or (lambda done, total, name: None)
@@ -148,7 +148,10 @@ def describe(
 def _layer(layer: Layer, look: bool, source: Source | None) -> dict[str, Any]:
     error = norm = None
     if source is not None:
-        error, norm = squares(_weight(layer, source), layer.dequantize())
+        with np.errstate(over="ignore", invalid="ignore"):
+            error, norm = squares(_weight(layer, source), layer.dequantize())
+        if not np.isfinite(error):
+            raise RsvError("nonfinite_value", layer.name, "the file's weight overflows float32")
     index = layer.transform_id
     return {
         "name": layer.name,

@@ -244,3 +244,23 @@ def test_verify_blobs_declines_costly_factors(tmp_path: Path) -> None:
     rsv_format.write(tmp_path / "a", layers=[layer])
     with rsv_format.open(tmp_path / "a", max_order=8) as file, pytest.raises(RsvError, match="over_limit"):
         verify_blobs(file, file.layers["head"].blobs)
+
+
+def test_weights_beyond_float32_are_no_result(tmp_path: Path) -> None:
+    layer = rsv_format.quantize_matrix(WEIGHTS["head"], name="head", bits=2)
+    for name, scale in (("a", 3e38), ("b", 2e38), ("c", 1.0)):
+        huge = rsv_format.LayerData(
+            "head", 48, 2, layer.codes, np.full(6, scale, "<f4"), layer.codebook, layer.transform
+        )
+        rsv_format.write(tmp_path / name, layers=[huge])
+    result = rsv("cat", tmp_path / "a", "head")
+    assert result.exit_code == 1 and "nonfinite_value" in result.stderr and result.stdout == ""
+    assert (
+        json.loads(rsv("diff", tmp_path / "a", tmp_path / "b", "--json").stdout)["layers"]["changed"][0][
+            "relative_error"
+        ]
+        is None
+    )
+    result = rsv("report", tmp_path / "a", "-o", tmp_path / "r.html", "--source", tmp_path / "c")
+    assert result.exit_code == 1 and "nonfinite_value" in result.stderr and not (tmp_path / "r.html").exists()
+    assert rsv("report", tmp_path / "a", "-o", tmp_path / "r.html").exit_code == 0

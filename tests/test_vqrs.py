@@ -279,3 +279,22 @@ def test_a_damaged_draft_is_refused(tmp_path: Path) -> None:
         with pytest.raises(RsvError) as caught:
             convert(tmp_path / "old", tmp_path / "new")
         assert caught.value.code == code and not (tmp_path / "new").exists()
+
+
+def test_a_file_that_was_taken_over_goes_into_a_model(tmp_path: Path) -> None:
+    nn = pytest.importorskip("mlx.nn")
+    import mlx.core as mx
+
+    import rsv_mlx
+
+    (tmp_path / "old.bin").write_bytes(PEER["b3.persist.file"].tobytes())
+    convert(tmp_path / "old.bin", tmp_path / "new.rsv")
+    with rsv_format.open(tmp_path / "new.rsv") as file:
+        layers = {name: (x.in_features, x.out_features, x.bias_float32()) for name, x in file.layers.items()}
+    model = nn.Module()
+    for name, (columns, rows, bias) in layers.items():
+        setattr(model, name, nn.Linear(columns, rows, bias=bias is not None))
+    rsv_mlx.graft(model, tmp_path / "new.rsv")
+    for name, (columns, _, bias) in layers.items():
+        found = np.array(getattr(model, name)(mx.eye(columns))) - (0 if bias is None else bias)
+        assert np.abs(found.T - PEER[f"b3.dense.{name}"]).max() < 1e-5
