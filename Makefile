@@ -53,6 +53,7 @@ fuzz: .venv-test/ready
 	.venv-test/bin/python -m fuzz.fuzz_python -runs=100000 build/fuzz/python build/fuzz/seeds
 	.venv-test/bin/python -m fuzz.differential --count 5000
 	.venv-test/bin/python -m fuzz.bitflips
+	.venv-test/bin/python -m fuzz.vqrs --count 2000
 	RSV_FUZZ=1 .venv-test/bin/python -m pytest tests/test_hypothesis.py
 
 .venv-demo/ready: pyproject.toml
