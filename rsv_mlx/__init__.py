@@ -3,6 +3,7 @@
 Modules, bottom up:
 
 - transform: T on activations;  window: indices of codes;  codebook: centroids, and products with packed codes
+- kernels: those products on Metal
 - packed: what quantized layers have in common;  deferred: those that are yet to be read
 - linear, embedding, switch: in place of MLX's own modules;  adapters: what is trained beside them
 - sharding: parts of them in several processes

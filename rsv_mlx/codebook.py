@@ -21,12 +21,14 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from rsv_mlx import kernels
 from rsv_mlx.window import fields, fields_together, tail_columns, tail_indices
 
 _NATIVE_BITS = (2, 3, 4, 5, 6, 8)  # of mx.quantized_matmul
 _GROUP_SIZES = (128, 64, 32)  # its group sizes: 32 divides every padded row
 _WEIGHTS_PATTERN = 16  # bits of a pattern of two weights at most: a table of 512 KiB, read at random
 _SUMS_TOGETHER = {1: 8, 2: 4, 3: 2, 4: 2, 5: 2, 6: 1, 7: 1, 8: 1}  # bits of a scalar code -> codes in a pattern
+_FEW_PAIRS = 64  # of a row and an expert: what a kernel reads for them is not more than their experts dense
 _FEW_ROWS = 16  # above, MLX's matrix product makes up for dense weights
 _LANES = 64  # partial sums at most that are added up last
 _CPU_CHUNK = 2**19  # bytes of float32 that live at a time: a CPU's second-level cache, and memory touched before
@@ -91,6 +93,9 @@ class Codebook:
         rows, in_features = codes.shape[0], x.shape[-1]
         if self.native:
             return self._native_matmul(self._padded(x, codes), codes)
+        by_kernel = self._by_kernel(x.reshape(1, -1, in_features), codes[None], None)
+        if by_kernel is not None:
+            return by_kernel.reshape(*x.shape[:-1], rows)
         few = x.size // in_features <= _FEW_ROWS
         if few and self.window == self.bits:
             return self._by_sums(x, codes)
@@ -138,6 +143,10 @@ class Codebook:
         batch = mx.broadcast_shapes(x.shape[:-2], chosen.shape)
         pairs = math.prod(batch)
         x, chosen = mx.broadcast_to(x, (*batch, *x.shape[-2:])), mx.broadcast_to(chosen, batch)
+        if pairs <= _FEW_PAIRS:
+            by_kernel = self._by_kernel(x.reshape(pairs, *x.shape[-2:]), codes, chosen.reshape(pairs))
+            if by_kernel is not None:
+                return by_kernel.reshape(*batch, x.shape[-2], rows)
         if pairs <= _FEW_ROWS:
             inputs, numbers = x.reshape(pairs, *x.shape[-2:]), chosen.reshape(pairs)
             products = [self.matmul(inputs[i], codes[numbers[i]]) for i in range(pairs)]
@@ -160,6 +169,16 @@ class Codebook:
             return y
         ends = self._tail(codes.reshape(-1, words), in_features).reshape(stack, rows, tail).swapaxes(-1, -2)
         return y + mx.gather_mm(x[..., in_features - tail :], ends, rhs_indices=chosen, sorted_indices=sorted_indices)
+
+    def _by_kernel(self, x: mx.array, codes: mx.array, which: mx.array | None) -> mx.array | None:
+        """Products (pairs, n, rows) of (pairs, n, in_features) and a matrix each of a stack, if there is a kernel."""
+
+        def generic(x: mx.array, codes: mx.array, which: mx.array | None) -> mx.array:
+            if which is None:
+                return self.matmul(x[0], codes[0])[None]
+            return self.gather_matmul(x, codes, which)
+
+        return kernels.product(x, codes, which, self._centroids, self.bits, self.window, generic)
 
     def dequantize(self, codes: mx.array, in_features: int) -> mx.array:
         """centroids[indices], float32 (rows, in_features)."""
