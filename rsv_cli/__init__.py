@@ -8,7 +8,7 @@ Modules, bottom up:
 - session: errors, signals and closed pipes to exit codes;  complete: names for a shell
 - sampling: how tokens are chosen, for generate and chat
 - quantize, calibrate, convert, inspect, ls, cat, diff, compare, report, evaluate, export, generate, chat, serve,
-  doctor (with adoption): one command or pair each
+  doctor (with adoption, kernels): one command or pair each
 - app: the commands under one name
 """
 

@@ -8,9 +8,10 @@ does not compile, those are used from then on, and a warning says so once.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,28 +158,22 @@ def product(
     if n > MOST_ROWS and pairs > 1:
         return None
 
-    def by_kernel(x: mx.array, codes: mx.array, which: mx.array | None) -> mx.array:
-        if n > MOST_ROWS:
-            return _tiled(x[0], codes[0], centroids, bits, window)[None]
-        numbers = mx.zeros((x.shape[0],), mx.uint32) if which is None else which.astype(mx.uint32)
-        return run(product_of(x, codes, numbers, centroids, bits, window))
+    def ours(x: mx.array, codes: mx.array, which: mx.array | None) -> mx.array:
+        return by_kernel(x, codes, which, centroids, bits, window)
 
     def without(x: mx.array, codes: mx.array, which: mx.array | None) -> mx.array:
-        _here.off = True
-        try:
+        with generic_only():
             return generic(x, codes, which)
-        finally:
-            _here.off = False
 
     kind = (bits, window, n <= MOST_ROWS)
     if kind not in _trusted:
-        _trusted[kind] = _check(kind, n, in_features, codes.shape[-1], by_kernel, without)
+        _trusted[kind] = _check(kind, n, in_features, codes.shape[-1], ours, without)
     if not _trusted[kind]:
         return None
 
     @mx.custom_function
     def multiplied(x: mx.array) -> mx.array:
-        return by_kernel(x, codes, which)
+        return ours(x, codes, which)
 
     @multiplied.vjp
     def backwards(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
@@ -187,6 +182,28 @@ def product(
     found: Any = multiplied(x)
     y: mx.array = found
     return y
+
+
+def by_kernel(
+    x: mx.array, codes: mx.array, which: mx.array | None, centroids: mx.array, bits: int, window: int
+) -> mx.array:
+    """As `product`, whether it can be trusted or not."""
+    pairs, n, _ = x.shape
+    if n > MOST_ROWS and pairs == 1:
+        return _tiled(x[0], codes[0], centroids, bits, window)[None]
+    numbers = mx.zeros((pairs,), mx.uint32) if which is None else which.astype(mx.uint32)
+    return run(product_of(x, codes, numbers, centroids, bits, window))
+
+
+@contextlib.contextmanager
+def generic_only() -> Iterator[None]:
+    """While the body runs, this thread uses no kernel."""
+    before = getattr(_here, "off", False)
+    _here.off = True
+    try:
+        yield
+    finally:
+        _here.off = before
 
 
 def _tiled(x: mx.array, codes: mx.array, centroids: mx.array, bits: int, window: int) -> mx.array:

@@ -203,3 +203,39 @@ def test_one_that_cannot_be_trusted_is_not_used(
             found = codebook.matmul(x, mx.array(codes))
     assert len(told) == 1
     assert np.allclose(np.array(found), np.array(x) @ table[indices].T, atol=1e-4)
+
+
+# rsv doctor --kernels
+
+
+def test_doctor_compares_them_all(on_metal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rsv_cli import kernels as trials
+
+    some = [(bits, window) for bits, window in PAIRS if bits in (1, 4)]
+    monkeypatch.setattr(trials, "_CASES", ((1, 1), (1, 3)))
+    monkeypatch.setattr(trials, "_WINDOWS", (8, 16))
+    found = [one for one in _until_missing(trials.trial(4, 64, 1))]
+    assert {(one["bits"], one["window"]) for one in found} >= {(1, 1), (1, 8), (1, 16)} and len(some) > 2
+    assert all(trials.is_right(one) and one["generic"] > 0 for one in found)
+    assert not trials.is_right({"error": None}) and not trials.is_right({"error": float("nan")})
+
+
+def _until_missing(found: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """As far as the windows go that were compiled."""
+    while True:
+        try:
+            yield next(found)
+        except (AttributeError, StopIteration):
+            return
+
+
+def test_doctor_without_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from rsv_cli.app import app
+
+    monkeypatch.setattr(kernels, "usable", lambda: False)
+    result = CliRunner().invoke(app, ["doctor", "--kernels"])
+    assert result.exit_code == 1 and "no Metal here" in result.stdout
+    assert '"kernels": []' in CliRunner().invoke(app, ["doctor", "--kernels", "--json"]).stdout
+    assert '"kernels": null' in CliRunner().invoke(app, ["doctor", "--json"]).stdout
