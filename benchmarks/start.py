@@ -4,7 +4,7 @@ Ours: rsv_mlx.load of a file and mlx_lm.stream_generate. mlx-lm's: mlx_lm.load o
 and the same mlx_lm.stream_generate. Without a tokenizer: load_model of both, a prompt of tokens. Each run is a fresh
 process with everything in the page cache; figures are medians. SmolLM2-135M-Instruct, at float32: MLX's CPU kernels are
 many times slower at half precision, which is what the folder would run at. `rsv generate` is timed as a command, and
-what it takes beside mlx-lm's own prefill.
+what it takes beside mlx-lm's own prefill. "Processor" is the time until ready that all cores together worked.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class _Clock:
     """Seconds of each step, from the moment at which the parent started the process."""
 
     def __init__(self, started: float) -> None:
-        self.steps: dict[str, float] = {}
+        self.steps: dict[str, float] = {}  # and "processor", what the steps so far took of all cores
         self._last = started
         self.lap("interpreter")
 
     def lap(self, step: str) -> None:
         now = time.time()
         self.steps[step] = now - self._last
+        self.steps["processor"] = time.process_time()
         self._last = now
 
 
@@ -90,12 +91,14 @@ def _first_token(model: Any, tokenizer: Any) -> None:
     next(iter(stream_generate(model, tokenizer, prompt, max_tokens=1)))
 
 
-def child(kind: str, path: str, bare: str, started: str) -> dict[str, float]:
+def child(kind: str, path: str, bare: str, run: str, started: str) -> dict[str, float]:
     clock = _Clock(float(started))
     first_token = {"ours": ours, "mlx_lm": mlx_lm}[kind](path, clock, bare == "bare")
-    first_token()
-    clock.lap(STEPS[-1])
-    return clock.steps
+    ready = clock.steps["processor"]
+    if run == "run":
+        first_token()
+        clock.lap(STEPS[-1])
+    return clock.steps | {"processor": ready}
 
 
 def command(path: Path) -> dict[str, float]:
@@ -114,7 +117,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--no-run", action="store_true", help="load only, no tokens")
+    parser.add_argument("--child", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         print(json.dumps(child(*arguments.child)))
@@ -138,8 +142,10 @@ def main() -> None:
             OURS_BARE: ("ours", folder / "smollm2.rsv", "bare"),
             MLX_LM_BARE: ("mlx_lm", folder / "affine", "bare"),
         }
-        runs: dict[str, list[dict[str, float]]] = {name: [] for name in (*contestants, COMMAND)}
-        order = random.Random(0)
+        runs: dict[str, list[dict[str, float]]] = {
+            name: [] for name in (*contestants, *([] if arguments.no_run else [COMMAND]))
+        }
+        order, run = random.Random(0), "load" if arguments.no_run else "run"
         for i in range(arguments.rounds + 1):  # the first fills the page cache
             for name in order.sample(list(runs), len(runs)):
                 print("measuring", name, "...", file=sys.stderr)
@@ -147,7 +153,9 @@ def main() -> None:
                     found = command(folder / "smollm2.rsv")
                 else:
                     kind, path, bare = contestants[name]
-                    found = in_fresh_process("benchmarks.start", "--child", kind, str(path), bare, str(time.time()))
+                    found = in_fresh_process(
+                        "benchmarks.start", "--child", kind, str(path), bare, run, str(time.time())
+                    )
                 runs[name] += [found] if i else []
     output = {
         name: {step: statistics.median(run[step] for run in found if step in run) for step in found[0]}
@@ -155,18 +163,22 @@ def main() -> None:
     }
     for name in contestants:
         output[name]["ready"] = sum(output[name].get(step, 0.0) for step in STEPS[:-1])
-        output[name]["all"] = output[name]["ready"] + output[name][STEPS[-1]]
-    output[COMMAND]["beside the prefill"] = output[COMMAND]["all"] - output[COMMAND]["prefill"]
+        if not arguments.no_run:
+            output[name]["all"] = output[name]["ready"] + output[name][STEPS[-1]]
     if arguments.json:
         print(json.dumps(output))
         return
     print(machine())
-    columns = (*STEPS[:-1], "ready", STEPS[-1], "all")
+    columns = (*STEPS[:-1], "ready", "processor", STEPS[-1], "all")
 
     def cell(name: str, step: str, base: str) -> str:
         if step not in output[name]:
             return ""
-        ratio = f" ({output[name][step] / output[base][step]:.2f})" if step in ("ready", "all") and name != base else ""
+        ratio = (
+            f" ({output[name][step] / output[base][step]:.2f})"
+            if step in ("ready", "processor", "all") and name != base
+            else ""
+        )
         return f"{output[name][step] * 1e3:.0f}{ratio}"
 
     pairs = ((OURS, MLX_LM), (MLX_LM, MLX_LM), (OURS_BARE, MLX_LM_BARE), (MLX_LM_BARE, MLX_LM_BARE))
@@ -175,8 +187,9 @@ def main() -> None:
         ("what", *columns),
         [(name, *(cell(name, step, base) for step in columns)) for name, base in pairs],
     )
-    print(f"\n{COMMAND}: {output[COMMAND]['all'] * 1e3:.0f} ms, {output[COMMAND]['beside the prefill'] * 1e3:.0f} ms "
-          "beside the prefill")  # fmt: skip
+    if not arguments.no_run:
+        whole, prefill = (output[COMMAND][key] * 1e3 for key in ("all", "prefill"))
+        print(f"\n{COMMAND}: {whole:.0f} ms, {whole - prefill:.0f} ms beside the prefill")
 
 
 if __name__ == "__main__":
