@@ -672,7 +672,7 @@ def test_front_door() -> None:
     assert set(rsv_mlx.__all__) == {
         "__version__", "LoadReport", "ModelCalibration", "QuantizedEmbedding", "QuantizedLinear",
         "QuantizedSwitchLinear", "adoption_obstacle", "evaluate", "graft", "load", "load_model", "load_tokenizer",
-        "quantize_model", "save", "text_calibration",
+        "quantize_model", "save", "shard", "text_calibration",
     }  # fmt: skip
 
 
