@@ -12,6 +12,7 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
+from rsv_cli.cluster import cluster
 from rsv_cli.leftovers import remove_leftovers, tell_leftovers_beside
 from rsv_cli.options import Force, Json, Quiet, Revision, Source, at_revision
 from rsv_cli.session import mlx_module, scratch, session
@@ -135,6 +136,13 @@ def quantize(
                      "killed does; and keep what is done if this one ends early, by Ctrl-C, a full disk or a power "
                      "cut. The file is the same as without an interruption."),
     ] = False,
+    scheduler: Annotated[
+        str | None,
+        typer.Option("--scheduler", metavar="ADDRESS", help="Of Dask, such as tcp://host:8786, whose workers quantize "
+                     "the layers, each group on one of them. They see SOURCE and OUT's folder by the same paths, on "
+                     "storage that they share, and have rsv-format\\[cluster] installed. The work of a lost worker is "
+                     "done again.", show_default=False),
+    ] = None,
     drop_leftovers: Annotated[
         bool,
         typer.Option("--remove-leftovers", help="Remove first what killed runs have left of OUT, which is named "
@@ -204,8 +212,17 @@ def quantize(
             else:
                 _print_plan(planned)
             return
-        with terminal.progress("quantizing", quiet=quiet) as told:
-            report = _quantized(source, output, words, force=force, resume=resume, progress=told, **options)
+        with terminal.progress("quantizing", quiet=quiet) as told, cluster(scheduler) as away:
+            report = _quantized(
+                source,
+                output,
+                words,
+                force=force,
+                resume=resume,
+                progress=told,
+                **away,
+                **options,
+            )
         if as_json:
             terminal.write_json(_tree(report))
         elif not quiet:

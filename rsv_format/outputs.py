@@ -216,6 +216,29 @@ class Output:
             os.fsync(self._folder)
 
 
+class Shared(Output):
+    """What another process has begun, and puts into place: parts of it are written here.
+
+    Parameters
+    ----------
+    unfinished : path
+        Its `Output.unfinished`.
+    """
+
+    def __init__(self, unfinished: StrPath) -> None:
+        super().__init__(unfinished, None, force=True)
+
+    def open(self, nbytes: int = 0) -> FileIO:
+        """The file to write to, unbuffered; io_error."""
+        with self._reported():
+            self._file = FileIO(os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), "r+")
+        return self._file
+
+    def commit(self) -> None:
+        """That is for the other process to do."""
+        raise NotImplementedError
+
+
 def commit(*outputs: Output) -> None:
     """Put files into place: all of them or, if one cannot be, none.
 

@@ -359,6 +359,11 @@ class Writer:
         self._digests[kind, name] = sha256
         return True
 
+    def accept(self, kind: str, name: str, sha256: str) -> None:
+        """Take the word of another process that it has written a blob of this digest into the file."""
+        self._entry(self._blobs, (kind, name))
+        self._note((kind, name), sha256)
+
     def has_layer(self, name: str) -> bool:
         """Whether it is written, or adopted."""
         return ("layer", name) in self._digests
@@ -568,9 +573,12 @@ class Writer:
             end = offset + data.nbytes
         if end != blob.nbytes:
             raise RsvError("content_invalid", key[1], f"{end} bytes, the header says {blob.nbytes}")
-        self._digests[key] = digest.hexdigest()
+        self._note(key, digest.hexdigest())
+
+    def _note(self, key: tuple[str, str], sha256: str) -> None:
+        self._digests[key] = sha256
         if self._finished is not None:
-            self._finished(*key, self._digests[key])
+            self._finished(*key, sha256)
 
     def _write(self, offset: int, data: bytes | memoryview) -> None:
         if self._file is None:

@@ -114,7 +114,7 @@ QUANTIZER = [
     {"trellis": set(), "calibration": set()},
     {"feedback": set(), "unfinished": set()},
     {"matrix": set()},
-    {"conversion": set()},
+    {"conversion": {"elsewhere"}, "elsewhere": {"conversion"}},
     {"plan": set()},
 ]
 

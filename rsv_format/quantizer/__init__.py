@@ -7,5 +7,6 @@ Modules, bottom up:
 - feedback: errors put right by later weights;  matrix: quantize one matrix;  budget: bits for each of several
 - importance: what an architecture tells of its layers;  synthetic: what a run on random tokens tells
 - calibration: what layers see of a text;  unfinished: what an interrupted run leaves
-- conversion: a model into a file;  plan: what it would do;  evaluation: what that does to predictions
+- conversion: a model into a file;  elsewhere: by other processes;  plan: what it would do
+- evaluation: what that does to predictions
 """

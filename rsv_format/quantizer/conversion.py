@@ -8,6 +8,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,10 +30,11 @@ from rsv_format.header import (
 )
 from rsv_format.layout import BIAS_DTYPES
 from rsv_format.limits import MAX_NAME
-from rsv_format.outputs import Output, check
+from rsv_format.outputs import Output, check, unfinished_path
 from rsv_format.quantizer.budget import LEVELS, Demand, quantized_nbytes, spend, weighted_error
 from rsv_format.quantizer.calibration import DecoderCalibration, block_of
 from rsv_format.quantizer.codebooks import centroids
+from rsv_format.quantizer.elsewhere import Digests, Moment, Seen, Task, slim, spread_out
 from rsv_format.quantizer.feedback import Spread, feedback_importance, spread_errors
 from rsv_format.quantizer.importance import norm_gains, plain_name, share_groups
 from rsv_format.quantizer.matrix import (
@@ -105,6 +107,8 @@ def quantize(
     threads: int | None = None,
     memory: int = DEFAULT_MEMORY,
     resume: bool = False,
+    executor: Executor | None = None,
+    workers: int | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> QuantizeReport:
@@ -129,6 +133,12 @@ def quantize(
     resume : bool
         Go on with what an earlier run of the same options and source has left unfinished beside `out`, as a SIGKILL
         leaves it, and leave what is done if this one is interrupted, however that is. The file is the same.
+    executor : concurrent.futures.Executor, optional
+        Of processes, here or elsewhere, that quantize groups of layers: each reads `source`, a path or hub id that they
+        all know, and writes beside `out`, on storage that they share. What is measured before the first layer is
+        measured here. `threads` and `memory` are those of each group. The file is the same, where numpy computes alike.
+    workers : int, optional
+        How many the executor has; twice as many groups are given away at a time. One per core if not given.
     progress : callable(done, total, name), optional
         Told the weights done, all of them, and the layer at work.
     **options
@@ -147,7 +157,7 @@ def quantize(
     room = Room(memory, threads)
     given = _given_importance(chosen.importance)
     with _opened(source, tokenizer) as opened:
-        job = _Job(opened, chosen, given, room, progress or _silent)
+        job = Job(opened, chosen, given, room, progress or silent)
         inputs += [file.path for file in opened.files]
         least = job.least_nbytes()
         journal = Journal.of(out, facts_of(opened, chosen, given), resume)
@@ -157,6 +167,11 @@ def quantize(
             journal.measured = Measured(job.importance, job.layer_bits)
         job.importance, job.layer_bits = journal.measured.importance, dict(journal.measured.layer_bits)
         output = Output(out, RSV_FILE, inputs=inputs, force=force, taken_up=resume)
+        if executor is not None:
+            if isinstance(source, Source):
+                raise RsvError("bad_argument", "executor", "want a source that other processes can open: its path")
+            spec = os.path.abspath(source) if os.path.exists(source) else os.fspath(source)
+            job.away = Away(executor, workers or os.cpu_count() or 1, spec, tokenizer)
         with job.write(output, journal) as file:
             summary = summarize(file)
             if _repeats(file):
@@ -184,7 +199,7 @@ def quantize_layers(
     room = Room(memory, threads)
     given = _given_importance(chosen.importance)
     with _opened(source, tokenizer=chosen.calibration is not None) as opened:
-        job = _Job(opened, chosen, given, room, progress or _silent)
+        job = Job(opened, chosen, given, room, progress or silent)
         job.measure()
         yield from job.quantized()
         opened.check_unchanged()
@@ -215,6 +230,16 @@ def save(file: File, path: str | os.PathLike[str], *, force: bool = False) -> No
 
 
 @dataclass(frozen=True)
+class Away:
+    """Other processes, and what they know the source by."""
+
+    executor: Executor
+    workers: int
+    spec: str
+    tokenizer: bool
+
+
+@dataclass(frozen=True)
 class _Pieces:
     """A layer that is being quantized."""
 
@@ -224,7 +249,7 @@ class _Pieces:
 
 
 @dataclass
-class _Job:
+class Job:
     """One run of `quantize`: what is to be done; what matters (`measure`); the header, of which only the digests
     are missing; the blobs."""
 
@@ -233,6 +258,7 @@ class _Job:
     given: Mapping[str, Floats] | None  # importance; None if it is to be found
     room: Room
     progress: Progress
+    away: Away | None = None
 
     def __post_init__(self) -> None:
         self.plain_bits = self._plain_bits()
@@ -275,7 +301,7 @@ class _Job:
         bits, budget = self.layer_bits, self.options.bits_per_weight
         if budget is not None:
             bits = dict.fromkeys(bits, LEVELS[self.options.codebook][0]) | self.fixed_bits
-        header = arrange(self._header(bits))
+        header = arrange(self.header(bits))
         if budget is not None and (least := quantized_nbytes(header)) > (limit := self._limit(budget)):
             raise RsvError("bad_argument", "bits_per_weight", f"it allows {limit} bytes, and {least} are the least")
         return walk(header, len(build_header(header)))[1]
@@ -292,7 +318,7 @@ class _Job:
 
         Returned is that very file, whatever its path means by then.
         """
-        header = self._header(self.layer_bits)
+        header = self.header(self.layer_bits)
         positions = {layer.name: layer.transform for layer in header.layers}
         with Writer(output.path, header, output=output, finished=journal.note) as writer:
             journal.begin(output, writer.nbytes)
@@ -308,12 +334,18 @@ class _Job:
                 has_transform = position is None or writer.has_transform(position)
                 return has_transform and all(map(writer.has_layer, group))
 
-            for layer in self.layers_in_pieces([group for group in self.groups if not is_written(group)]):
+            pending = [group for group in self.groups if not is_written(group)]
+            if self.away is not None:
+                for digests in self._written_elsewhere(self.away, pending, output, journal):
+                    for kind, name, digest in digests:
+                        writer.accept(kind, name, digest)
+                pending = []
+            for layer in self.layers_in_pieces(pending):
                 position = positions[layer.name]
                 if layer.transform is not None and position is not None and not writer.has_transform(position):
                     writer.transform(position, layer.transform)
                 if not writer.has_layer(layer.name):
-                    writer.layer_pieces(layer.name, layer.pieces, self._bias_of(layer.name))
+                    writer.layer_pieces(layer.name, layer.pieces, self.bias_of(layer.name))
             for name in self._kept():
                 if not writer.has_tensor(name):
                     writer.tensor_pieces(name, self._as_kept(name))
@@ -321,6 +353,33 @@ class _Job:
                 writer.attachment(name, data)
             self.source.check_unchanged()  # raised here, it leaves nothing behind
             return open_file(writer.finish())
+
+    def _written_elsewhere(
+        self, away: Away, groups: list[list[str]], output: Output, journal: Journal
+    ) -> Iterator[Digests]:
+        """What other processes have written of some groups."""
+        if output.unfinished is None:
+            detail = "another run has left something there: --resume or --remove-leftovers"
+            raise RsvError("bad_argument", unfinished_path(output.path), detail)
+        total = sum(prod(self._weight(name).shape) for name in self.layers)
+        done = total - sum(prod(self._weight(name).shape) for group in groups for name in group)
+        tokens = None if self.calibration is None else self.calibration.tokens
+
+        def task(group: list[str], moment: Moment | None) -> Task:
+            seen = None if self.feedback is None else Seen(self.feedback.tokens, moment)
+            return Task(
+                away.spec, away.tokenizer, slim(self.options, tokens), self.room, output.unfinished or "", journal.run,
+                journal.facts, tuple(group), seen,
+            )  # fmt: skip
+
+        def told(finished: Task) -> None:
+            nonlocal done
+            done += sum(prod(self._weight(name).shape) for name in finished.group)
+            self.progress(done, total, finished.group[0])
+
+        self.progress(done, total, "")
+        tasks = (task(group, moment) for group, moment in zip(groups, self._moments(groups), strict=False))
+        yield from spread_out(away.executor, tasks, 2 * away.workers, told)
 
     def quantized(self) -> Iterator[LayerData]:
         """The layers, one at a time."""
@@ -330,7 +389,7 @@ class _Job:
             codes, scales = joined(layer.pieces, weight.matrix_shape, bits)
             yield LayerData(
                 name, weight.shape[-1], bits, codes, scales, self._centroids(bits), layer.transform,
-                self._bias_of(name), None if bias is None else bias.dtype, stack,
+                self.bias_of(name), None if bias is None else bias.dtype, stack,
             )  # fmt: skip
             del codes, scales
 
@@ -352,7 +411,7 @@ class _Job:
                 done += prod(self._weight(name).shape)
         self.progress(total, total, "")
 
-    def _header(self, layer_bits: Mapping[str, int]) -> Header:
+    def header(self, layer_bits: Mapping[str, int]) -> Header:
         widths = sorted(set(layer_bits.values()))
         transforms: list[TransformEntry] = []
         haar: dict[int, int] = {}  # in_features -> position: without a diagonal of their own, they are equal
@@ -450,7 +509,7 @@ class _Job:
         """The bits of each layer that a budget buys; a pass over the source."""
 
         def size(bits: Mapping[str, int]) -> int:
-            return quantized_nbytes(self._header({**bits, **self.fixed_bits}))
+            return quantized_nbytes(self.header({**bits, **self.fixed_bits}))
 
         limit, kind, window = self._limit(bits_per_weight), self.options.codebook, self.options.window
         bits = spend(self._demands(), kind=kind, window=window, limit=limit, size=size)
@@ -644,7 +703,7 @@ class _Job:
             raise RsvError("source_unsupported", f"{name}.bias", f"{detail}: exclude the layer, and both are")
         return bias
 
-    def _bias_of(self, name: str) -> NDArray[Any] | None:
+    def bias_of(self, name: str) -> NDArray[Any] | None:
         bias = self.biases.get(name)
         return None if bias is None else bias.read().reshape(-1)
 
@@ -690,7 +749,7 @@ def _repeats(file: File) -> bool:
     return len(set(file.header.transforms)) < len(file.header.transforms)
 
 
-def _silent(done: int, total: int, name: str) -> None:
+def silent(done: int, total: int, name: str) -> None:
     pass
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rsv_format.header import build_header
-from rsv_format.quantizer.conversion import _given_importance, _Job, _opened, _silent
+from rsv_format.quantizer.conversion import Job, _given_importance, _opened, silent
 from rsv_format.quantizer.matrix import quantize_matrix
 from rsv_format.quantizer.options import QuantizeOptions
 from rsv_format.sources import Source, SourceTensor
@@ -78,11 +78,11 @@ def plan(
     """
     chosen, room = QuantizeOptions(**options), Room(memory, threads)
     with _opened(source, tokenizer) as opened:
-        job = _Job(opened, chosen, _given_importance(chosen.importance), room, _silent)
+        job = Job(opened, chosen, _given_importance(chosen.importance), room, silent)
         job.least_nbytes()  # which refuses a budget that is too small
         if job.given is None:
             job.importance = dict.fromkeys(job.layers, np.zeros(0))  # its being known tells in the size
-        header = arrange(job._header(job.layer_bits))
+        header = arrange(job.header(job.layer_bits))
         blobs, nbytes = walk(header, len(build_header(header)))
         kept_nbytes = sum(blob.nbytes for blob in blobs if blob.kind in ("tensor", "attachment"))
         budget = chosen.bits_per_weight
@@ -105,7 +105,7 @@ def plan(
         )  # fmt: skip
 
 
-def _rate(job: _Job, tensors: list[SourceTensor]) -> float:
+def _rate(job: Job, tensors: list[SourceTensor]) -> float:
     """Weights a second, on some rows of a layer of usual size."""
     tensor = sorted(tensors, key=lambda x: prod(x.shape))[len(tensors) // 2]
     rows, width = tensor.matrix_shape

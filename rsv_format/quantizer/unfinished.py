@@ -75,16 +75,7 @@ class Journal:
         path = unfinished_path(out)
         if not resume:
             return cls(facts)
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                found = _read(descriptor)
-            finally:
-                os.close(descriptor)
-        except FileNotFoundError:
-            return cls(facts)
-        except OSError as e:
-            raise RsvError("io_error", path, e.strerror or str(e)) from e
+        found = cls.begun(path)
         if found is None:
             return cls(facts)
         for name in sorted(facts.keys() | found.facts.keys()):
@@ -93,6 +84,26 @@ class Journal:
                 detail = f"was begun otherwise, {name}: {before}, not {now}: --remove-leftovers if it may go"
                 raise RsvError("bad_argument", path, detail)
         return found
+
+    @classmethod
+    def begun(cls, path: str) -> Journal | None:
+        """That of an unfinished file; None if there is none, or nothing of use in it.
+
+        Raises
+        ------
+        RsvError
+            io_error.
+        """
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                return _read(descriptor)
+            finally:
+                os.close(descriptor)
+        except FileNotFoundError:
+            return None
+        except OSError as e:
+            raise RsvError("io_error", path, e.strerror or str(e)) from e
 
     def begin(self, output: Output, nbytes: int) -> None:
         """Note in the file of an output, of so many bytes, what is known; or go on with what is there."""
