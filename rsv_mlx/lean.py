@@ -90,7 +90,7 @@ class _StandIns:
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Sees transformers being imported, once."""
+    """Sees transformers being imported, once; who only looks for it finds it as ever."""
 
     def __init__(self, stand_ins: _StandIns) -> None:
         self._stand_ins = stand_ins
@@ -100,18 +100,24 @@ class _Watch(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if name != "transformers":
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._stand_ins)
+            spec.loader = _Loader(spec.loader, self)
         return spec
+
+    def imported(self, module: ModuleType) -> None:
+        """It is there."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._stand_ins.become_real(module)
 
 
 class _Loader(importlib.abc.Loader):
     """Another's loader, and what comes after it."""
 
-    def __init__(self, loader: Any, stand_ins: _StandIns) -> None:
-        self._loader, self._stand_ins = loader, stand_ins
+    def __init__(self, loader: Any, watch: _Watch) -> None:
+        self._loader, self._watch = loader, watch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -124,7 +130,7 @@ class _Loader(importlib.abc.Loader):
         self._loader.exec_module(module)
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
-        self._stand_ins.become_real(sys.modules[module.__name__])  # transformers puts another one in its place
+        self._watch.imported(sys.modules[module.__name__])  # transformers puts another one in its place
 
 
 def _module(name: str, names: dict[str, Any]) -> ModuleType:

@@ -329,7 +329,11 @@ assert not any("rsv_mlx" in str(type(finder)) for finder in sys.meta_path)
 
 def test_who_imports_transformers_gets_it() -> None:
     lean("""
+import importlib.util
+assert importlib.util.find_spec("transformers").origin and "transformers" not in sys.modules  # who only looks
 import transformers
+assert issubclass(utils.NewlineTokenizer, transformers.PreTrainedTokenizerFast)
+assert not any("rsv_mlx" in str(type(finder)) for finder in sys.meta_path)
 assert utils.PreTrainedTokenizerBase is transformers.PreTrainedTokenizerBase
 assert mlx_lm.utils.snapshot_download.__module__.startswith("rsv_mlx")
 """)
