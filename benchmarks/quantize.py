@@ -10,6 +10,9 @@ import argparse
 import json
 import sys
 import tempfile
+import threading
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +83,74 @@ def memory(path: str, blocks: str) -> dict[str, float]:
     return {"peak": peak_nbytes() - before, "file": report.summary.nbytes}
 
 
+def profile(source: str, memory: str) -> dict[str, Any]:
+    """One model, file to file: time and processor time of its phases, where threads are met, peak memory."""
+    import rsv_format
+
+    met: Counter[str] = Counter()
+    phases: dict[str, list[float]] = {}
+    last = ["opening", time.perf_counter(), time.process_time()]
+    ended = threading.Event()
+
+    def told(done: int, total: int, name: str) -> None:
+        now = [
+            "importance" if name.startswith("importance: ") else "quantizing",
+            time.perf_counter(),
+            time.process_time(),
+        ]
+        spent = phases.setdefault(last[0], [0.0, 0.0])
+        spent[0] += now[1] - last[1]
+        spent[1] += now[2] - last[2]
+        last[:] = now
+
+    def look() -> None:
+        own = threading.get_ident()
+        while not ended.wait(0.01):
+            for thread, frame in sys._current_frames().items():
+                if thread != own and (place := _place(frame)):
+                    met[place] += 1
+
+    looking = threading.Thread(target=look)
+    before = start_peak()
+    looking.start()
+    with tempfile.TemporaryDirectory(dir=Path(source).resolve().parent) as folder:
+        report = rsv_format.quantize(source, Path(folder, "a.rsv"), bits=BITS, memory=int(memory), progress=told)
+    ended.set()
+    looking.join()
+    return {
+        "weights": report.summary.weights, "seconds": report.seconds, "processor_seconds": time.process_time(),
+        "peak_nbytes": peak_nbytes() - before, "file_nbytes": report.summary.nbytes,
+        "phases": phases,
+        "met": dict(met.most_common(12)),
+    }  # fmt: skip
+
+
+def _place(frame: Any) -> str | None:
+    """The function of this package that a thread is in, unless it waits for others."""
+    while frame is not None:
+        path, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if "rsv_format" in path.parts:
+            return None if path.name == "threads.py" else f"{path.stem}.{name}"
+        frame = frame.f_back
+    return None
+
+
+def print_profile(source: str, found: dict[str, Any]) -> None:
+    """The tables of `profile`."""
+    print(machine())
+    rate = found["weights"] / found["processor_seconds"] / 1e6
+    table(
+        f"{source}: {found['weights'] / 1e9:.2f} G weights to {found['file_nbytes'] / 1e6:.0f} MB, peak memory "
+        f"{found['peak_nbytes'] / 1e6:.0f} MB above imports, {rate:.0f} million weights per second of a core",
+        ("phase", "seconds", "of processors"),
+        [(name, f"{a:.1f}", f"{b:.1f}") for name, (a, b) in found["phases"].items()],
+    )
+    total = sum(found["met"].values())
+    table(
+        "Where threads are met", ("function", "share"), [(name, f"{n / total:.0%}") for name, n in found["met"].items()]
+    )
+
+
 def write_model(folder: Path, blocks: int) -> None:
     """A safetensors file of some blocks."""
     import safetensors.numpy
@@ -94,17 +165,28 @@ def write_model(folder: Path, blocks: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--profile", metavar="MODEL", help="where the time goes on a model (tools/synthetic_model.py)")
+    parser.add_argument("--memory", nargs="+", type=int, default=[64_000_000], help="with --profile: bytes; several")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         work, *rest = arguments.child
-        print(json.dumps({"ours": ours, "velox": velox, "affine": affine, "memory": memory}[work](*rest)))
+        works = {"ours": ours, "velox": velox, "affine": affine, "memory": memory, "profile": profile}
+        print(json.dumps(works[work](*rest)))
         return
 
     def run(*what: str) -> dict[str, Any]:
         print("measuring", *what, "...", file=sys.stderr)
         return in_fresh_process("benchmarks.quantize", "--child", *what)
 
+    if arguments.profile:
+        profiles = {n: run("profile", arguments.profile, str(n)) for n in arguments.memory}
+        if arguments.json:
+            print(json.dumps(profiles))
+            return
+        for n, found in profiles.items():
+            print_profile(f"{Path(arguments.profile).name}, --memory {n / 1e6:.0f}MB", found)
+        return
     peer, floor = run("velox")["seconds"], run("affine")["seconds"]
     variants = [(codebook, importance) for codebook in ("lloyd-max", "uniform") for importance in ("none", "given")]
     times = {variant: run("ours", *variant)["seconds"] for variant in variants}

@@ -178,7 +178,7 @@ def quantize(
         raise typer.BadParameter("is missing", param_hint="--output")
     room = _size(memory)
     source = at_revision(source, revision)
-    with session(as_json), scratch():
+    with session(as_json), scratch(quiet):
         from rsv_format.outputs import check
         from rsv_format.writer import RSV_FILE
 

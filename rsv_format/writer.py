@@ -364,6 +364,10 @@ class Writer:
         self._entry(self._blobs, (kind, name))
         self._note((kind, name), sha256)
 
+    def has_codebook(self, index: int) -> bool:
+        """Whether it is written, or adopted."""
+        return ("codebook", f"codebooks/{self._entry(self._codebooks, index)}") in self._digests
+
     def has_layer(self, name: str) -> bool:
         """Whether it is written, or adopted."""
         return ("layer", name) in self._digests

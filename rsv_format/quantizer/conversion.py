@@ -327,7 +327,8 @@ class Job:
                 told(i, len(journal.blobs), name)
                 writer.adopt(kind, name, digest)
             for i, entry in enumerate(header.codebooks):
-                writer.codebook(i, self._centroids(entry.bits))
+                if not writer.has_codebook(i):
+                    writer.codebook(i, self._centroids(entry.bits))
 
             def is_written(group: list[str]) -> bool:
                 position = positions[group[0]]
