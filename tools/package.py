@@ -1,4 +1,5 @@
-"""Build wheel and sdist, check them, and try the wheel alone in a clean environment with each extra."""
+"""Build wheel and sdist and the archive of the conformance suite, check them, and try the wheel alone in a clean
+environment with each extra, the suite with the wheel's reader."""
 
 from __future__ import annotations
 
@@ -37,6 +38,13 @@ WANTED = (
 )  # fmt: skip
 
 
+SUITE = (  # what a reader's author needs, and Python alone
+    "README.md", "PROTOCOL.md", "AMBIGUITIES.md", "run.py", "recipe.py", "manifest.json", "manifest.schema.json",
+    "adapters/python.py",
+    "valid", "invalid", "order", "encode", "kernels",
+)  # fmt: skip
+
+
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
     """Print and run; stop here if it fails."""
     print("+", *command, flush=True)
@@ -60,16 +68,29 @@ def main() -> None:
     assert all(any(name.endswith(wanted) for name in names) for wanted in WANTED), names
     with tarfile.open(sdist) as tarball:
         assert any(name.endswith("/pyproject.toml") for name in tarball.getnames())
+    version = wheel.name.split("-")[1]
+    suite = folder / f"rsv-conformance-{version}.zip"
+    with zipfile.ZipFile(suite, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("SPEC.md", "LICENSE", "schema/rsv-header-1.0.schema.json"):
+            archive.write(ROOT / name, name)
+        for part in SUITE:
+            for path in sorted({ROOT / "conformance" / part, *(ROOT / "conformance" / part).rglob("*")}):
+                if path.is_file() and "__pycache__" not in path.parts:
+                    archive.write(path, path.relative_to(ROOT))
     for extra in arguments.extra:
         place = folder / (extra or "plain")
         run(sys.executable, "-m", "venv", place)
         wanted = f"{wheel}[{extra}]" if extra else str(wheel)
         run(place / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wanted)
         run(place / "bin" / "python", "-m", "pip", "check")
-        for command in TRIALS[extra]:
+        with zipfile.ZipFile(suite) as archive:
+            archive.extractall(place)
+        adapter = f"{place}/bin/python conformance/adapters/python.py"
+        suite_run = ["python", "conformance/run.py", "--adapter", adapter, "--only", "valid/spec-*"]
+        for command in [*TRIALS[extra], *([] if extra else [suite_run])]:
             run(place / "bin" / command[0], *command[1:], cwd=place)
         shutil.rmtree(place)
-    print(f"all well: {wheel.name}, {sdist.name}")
+    print(f"all well: {wheel.name}, {sdist.name}, {suite.name}")
 
 
 if __name__ == "__main__":
