@@ -415,11 +415,8 @@ def table(checks: list[Check]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--adapter", help="the command, without operation and file")
-    parser.add_argument(
-        "--only",
-        metavar="PATTERN",
-        help="cases to run, as GROUP/ID:OPERATION with * and ?: valid/spec-example:decode, invalid/*, *:verify",
-    )
+    only = "cases to run, as GROUP/ID:OPERATION with * and ?: valid/spec-example:decode, invalid/*, *:verify"
+    parser.add_argument("--only", metavar="PATTERN", help=only)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="adapters at work at once")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
     parser.add_argument("--no-batch", action="store_true", help="start the adapter for each operation")
