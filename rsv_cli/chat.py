@@ -69,6 +69,7 @@ def _chat(
     max_order: int,
     quiet: bool,
 ) -> None:
+    mlx_module("mlx.core")  # first: what else is missing without it, it says less well
     sampling.check(draft is not None)
     with mlx_module("rsv_mlx.prompt").encoder(file, seconds) as encoder:
         with terminal.waiting("loading", quiet=quiet):

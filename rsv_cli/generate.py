@@ -76,6 +76,7 @@ def _generate(
     max_order: int,
     quiet: bool,
 ) -> None:
+    mlx_module("mlx.core")  # first: what else is missing without it, it says less well
     sampling.check(draft is not None)
     prompts = mlx_module("rsv_mlx.prompt")
     with terminal.waiting("loading", quiet=quiet), prompts.encoder(file, seconds) as encoder:

@@ -95,6 +95,7 @@ def _serve(
     from rsv_format import RsvError
 
     logging.basicConfig(level=options["log_level"], format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    mlx_module("mlx.core")
     rsv_mlx, calibrate = mlx_module("rsv_mlx"), mlx_module("rsv_mlx.calibrate")
     serving, prompts = mlx_module("rsv_mlx.serving"), mlx_module("rsv_mlx.prompt")
     with prompts.encoder(file, seconds) as encoder:
