@@ -195,10 +195,11 @@ def test_what_lies_there_and_is_not_an_own_file(model: Path, tmp_path: Path) -> 
         rsv_format.quantize(model, out, resume=True)
     assert stat.S_ISFIFO(path.stat().st_mode)
     path.unlink()
-    path.write_bytes(b"what is this")  # nothing of use: begun anew
     rsv_format.quantize(model, tmp_path / "b.rsv")
-    rsv_format.quantize(model, out, resume=True)
-    assert out.read_bytes() == (tmp_path / "b.rsv").read_bytes() and not path.exists()
+    for data in (b"what is this", b"\xff" * 10**6, b""):  # nothing of use: begun anew
+        path.write_bytes(data)
+        rsv_format.quantize(model, out, resume=True)
+        assert out.read_bytes() == (tmp_path / "b.rsv").read_bytes() and not path.exists()
 
 
 def test_two_at_work_on_one_output(model: Path, tmp_path: Path) -> None:

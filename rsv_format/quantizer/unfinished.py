@@ -116,6 +116,7 @@ class Journal:
                 self._end = there._end
                 return
             self.blobs.clear()
+            os.ftruncate(self._descriptor, 0)  # what is there may lie where this file has zeros
             os.ftruncate(self._descriptor, nbytes)
         assert self.measured is not None
         self._end = nbytes
