@@ -339,3 +339,13 @@ def test_a_layer_in_pieces_must_be_whole(tmp_path: Path) -> None:
         assert e.value.code == "content_invalid"
     with pytest.raises(RsvError, match="more than 10 rows"), rsv_format.Writer(tmp_path / "a", header) as writer:
         writer.layer_pieces("x", [(data.codes, data.scales), (data.codes[:1], data.scales[:1])])
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_saving_holds_some_rows_at_a_time(mmap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rsv_format.quantize(llama(tmp_path / "m"), tmp_path / "a.rsv", rotation="haar", importance="none")
+    monkeypatch.setattr("rsv_format.quantizer.conversion._ROWS_NBYTES", 500)
+    monkeypatch.setattr("rsv_format.reader.Layer.codes", property(lambda self: pytest.fail("is read whole")))
+    with rsv_format.open(tmp_path / "a.rsv", mmap=mmap) as file:
+        rsv_format.save(file, tmp_path / "b.rsv")
+    assert (tmp_path / "b.rsv").read_bytes() == (tmp_path / "a.rsv").read_bytes()

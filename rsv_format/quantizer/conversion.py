@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import hashlib
 import itertools
 import os
 import time
@@ -27,6 +28,7 @@ from rsv_format.header import (
     TensorEntry,
     TransformEntry,
     build_header,
+    replace,
 )
 from rsv_format.layout import BIAS_DTYPES
 from rsv_format.limits import MAX_NAME
@@ -52,7 +54,7 @@ from rsv_format.quantizer.options import DEFAULT_BITS, IMPORTANCES, Importance, 
 from rsv_format.quantizer.predicates import least_bits
 from rsv_format.quantizer.synthetic import synthetic_importance
 from rsv_format.quantizer.unfinished import Journal, Measured, facts_of
-from rsv_format.reader import File
+from rsv_format.reader import File, Layer
 from rsv_format.reader import open as open_file
 from rsv_format.roles import Role
 from rsv_format.rotation import Floats, Transform
@@ -65,17 +67,15 @@ from rsv_format.validate import walk
 from rsv_format.version import VERSION
 from rsv_format.writer import (
     RSV_FILE,
-    AttachmentData,
     LayerData,
-    TensorData,
     Writer,
     arrange,
     diagonal_entry,
     factor_entry,
     transform_entry,
-    write,
 )
 
+_ROWS_NBYTES = 2**24  # of a layer, that are written together
 _LARGEST = float(np.finfo(np.float32).max)
 
 Progress = Callable[[int, int, str], None]
@@ -213,20 +213,56 @@ def save(file: File, path: str | os.PathLike[str], *, force: bool = False) -> No
     RsvError
         bad_argument, io_error, content_invalid. SPEC section 11.
     """
-    write(
-        path,
-        layers=(
-            LayerData(
-                x.name, x.in_features, x.bits, x.codes, x.scales, x.codebook, x.transform, x.bias, x.bias_dtype, x.stack
+    codebooks = _firsts((entry.bits, file.codebook(i).tobytes()) for i, entry in enumerate(file.header.codebooks))
+    transforms = _firsts(_content(file.transform(i)) for i in range(len(file.header.transforms)))
+    books, turns = (sorted(set(firsts)) for firsts in (codebooks, transforms))
+    header = replace(
+        file.header,
+        codebooks=tuple(file.header.codebooks[i] for i in books),
+        transforms=tuple(file.header.transforms[i] for i in turns),
+        layers=tuple(
+            replace(
+                layer,
+                codebook=books.index(codebooks[layer.codebook]),
+                transform=None if layer.transform is None else turns.index(transforms[layer.transform]),
             )
-            for x in file.layers.values()
+            for layer in file.header.layers
         ),
-        tensors={name: TensorData(x.dtype, x.array) for name, x in file.tensors.items()},
-        attachments={name: AttachmentData(x.media_type, bytes(x.data)) for name, x in file.attachments.items()},
-        metadata=file.metadata,
-        extensions=file.header.extensions,
-        force=force,
+        requires=(),
     )
+    with Writer(path, header, force=force) as writer:
+        for position, i in enumerate(books):
+            writer.codebook(position, file.codebook(i))
+        for position, i in enumerate(turns):
+            writer.transform(position, file.transform(i))
+        for layer in file.layers.values():
+            writer.layer_pieces(layer.name, _rows_of(layer), layer.bias)
+        for tensor in file.tensors.values():
+            writer.tensor(tensor.name, tensor.array)
+        for attachment in file.attachments.values():
+            writer.attachment(attachment.name, attachment.data)
+
+
+def _rows_of(layer: Layer) -> Iterator[Rows]:
+    """A layer's codes and scales, some rows at a time."""
+    scales = layer.scales
+    step = max(1, _ROWS_NBYTES * layer.layout.rows // layer.nbytes)
+    for start in range(0, layer.layout.rows, step):
+        rows = slice(start, min(start + step, layer.layout.rows))
+        yield layer.packed_rows(rows), scales[rows]
+
+
+def _firsts(keys: Iterable[object]) -> list[int]:
+    """For each key the position of the first that is equal."""
+    known: dict[object, int] = {}
+    return [known.setdefault(key, i) for i, key in enumerate(keys)]
+
+
+def _content(t: Transform) -> tuple[object, ...]:
+    """What equal transforms have in common, in few bytes."""
+    stored = (None if x is None else x.reshape(-1).view(np.uint8).data for x in (t.signs, t.values, t.stored))
+    digests = (None if data is None else hashlib.sha256(data).digest() for data in stored)
+    return t.dim, t.hadamard, t.factor, t.seed, *digests
 
 
 @dataclass(frozen=True)
