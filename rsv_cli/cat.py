@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable
 from io import BytesIO
@@ -49,9 +51,11 @@ def cat(
     """
     with session():
         from rsv_format import RsvError
-        from rsv_format.outputs import Output, write_all
+        from rsv_format.outputs import Output, check, write_all
         from rsv_format.replaceable import Kind
 
+        if output is None:
+            _refuse_input(file)
         with opened_file(file, max_order=max_order) as opened:
             found = _found(opened, name)
             if len(found) != 1:
@@ -59,11 +63,13 @@ def cat(
                     "is a tensor and an attachment, which rsv extract takes" if found else "rsv ls lists what is there"
                 )
                 raise RsvError("bad_argument", name, few)
+            is_array = name not in opened.attachments
+            kind = Kind("a NumPy array", lambda head: is_array and head.startswith(_NPY))
+            if output is not None:
+                check(output, kind, inputs=[file], force=force)
             item = found[0]()
             opened.check_unchanged()
         if output is not None:
-            is_array = not isinstance(item, memoryview)
-            kind = Kind("a NumPy array", lambda head: is_array and head.startswith(_NPY))
             with Output(output, kind, inputs=[file], force=force) as whole:
                 if isinstance(item, memoryview):
                     write_all(whole.open(item.nbytes), item)
@@ -78,6 +84,17 @@ def cat(
             terminal.write_text(str(item, "utf-8"))
         else:
             raise RsvError("bad_argument", name, "is not text, and standard output is a terminal: give -o, or a pipe")
+
+
+def _refuse_input(file: Path) -> None:
+    """As cat(1) does: what is appended to its own input."""
+    from rsv_format import RsvError
+
+    is_input = False
+    with contextlib.suppress(OSError, ValueError):  # it is closed, or a stream of the tests
+        is_input = file.is_file() and os.path.samestat(os.fstat(sys.stdout.fileno()), file.stat())
+    if is_input:
+        raise RsvError("bad_argument", str(file), "is where this process prints to")
 
 
 def _found(file: File, name: str) -> list[Callable[[], NDArray[Any] | memoryview]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod, sqrt
 from pathlib import Path
@@ -121,12 +122,13 @@ def _error(layer: Layer, weight: SourceTensor) -> _Error:
 
     from rsv_format import RsvError
 
-    wanted = weight.float32().reshape(-1, layer.in_features)
+    source = weight.held()
     error = norm = 0.0
     step = max(1, _CHUNK // layer.in_features)
     for rows, found in layer.dequantized_rows():
-        for start in range(0, rows.stop - rows.start, step):
-            w = wanted[rows][start : start + step].astype(np.float64)
+        wanted = source.row_part(rows.start, rows.stop).float32()
+        for start in range(0, len(wanted), step):
+            w = wanted[start : start + step].astype(np.float64)
             difference = w - found[start : start + step]
             norm += float(np.vdot(w, w))
             error += float(np.vdot(difference, difference))
@@ -134,7 +136,7 @@ def _error(layer: Layer, weight: SourceTensor) -> _Error:
         raise RsvError("nonfinite_weight", weight.name, "the source's weight is not finite")
     if not np.isfinite(error):
         raise RsvError("nonfinite_value", layer.name, "the file's weight overflows float32")
-    return _Error(layer.name, wanted.size, error, norm)
+    return _Error(layer.name, layer.layout.rows * layer.in_features, error, norm)
 
 
 def _kept(model: Model, file: File) -> _Kept:
@@ -166,13 +168,25 @@ def _same_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> bool:
 def _same_bytes(tensor: SourceTensor, file: File, offset: int) -> bool:
     import numpy as np
 
-    wanted = np.ascontiguousarray(tensor.read()).reshape(-1).view(np.uint8)
-    start = 0
-    for piece in file.pieces(offset, "u8", wanted.size):
-        if not np.array_equal(piece, wanted[start : start + piece.size]):
-            return False
-        start += piece.size
+    for part in _parts(tensor):
+        wanted, start = np.ascontiguousarray(part.read()).reshape(-1).view(np.uint8), 0
+        for piece in file.pieces(offset, "u8", wanted.size):
+            if not np.array_equal(piece, wanted[start : start + piece.size]):
+                return False
+            start += piece.size
+        offset += wanted.size
     return True
+
+
+def _parts(tensor: SourceTensor) -> Iterator[SourceTensor]:
+    """Rows of a tensor that are read alone, where that can be."""
+    if tensor.rows is None or len(tensor.shape) < 2:
+        yield tensor
+        return
+    height, width = tensor.matrix_shape
+    step = max(1, _CHUNK // max(1, width))
+    for start in range(0, height, step):
+        yield tensor.row_part(start, min(start + step, height))
 
 
 def _overall(errors: list[_Error]) -> float | None:

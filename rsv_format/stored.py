@@ -8,7 +8,6 @@ import errno
 import mmap as _mmap
 import os
 import stat
-import sys
 import weakref
 from collections.abc import Callable
 from typing import IO
@@ -21,7 +20,6 @@ from rsv_format.limits import PROLOGUE_NBYTES
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes]
 _MAX_EXTENTS = 10_000  # of data between holes that are looked at
-_OF_NO_LENGTH = b"VQRS"  # which `convert` takes
 _AHEAD_NBYTES = 2**20  # read at once where parts are small
 
 
@@ -121,8 +119,10 @@ class Ahead:
 Stored = Memory | Disk | Ahead
 
 
-def stored_bytes(source: Source, mmap: bool) -> Memory | Disk:
+def stored_bytes(source: Source | Memory | Disk, mmap: bool) -> Memory | Disk:
     """The whole file, checked in nothing."""
+    if isinstance(source, Memory | Disk):
+        return source
     if isinstance(source, bytes | bytearray | memoryview):
         return Memory(memoryview(source))
     try:
@@ -158,9 +158,7 @@ def copy_stream(file: IO[bytes], write: Callable[[bytes], object]) -> None:
         start += part
     write(start)
     nbytes = declared_nbytes(start)
-    if nbytes is None and not start.startswith(_OF_NO_LENGTH):
-        return
-    rest = sys.maxsize if nbytes is None else nbytes + 1 - len(start)
+    rest = 0 if nbytes is None else nbytes + 1 - len(start)
     while rest > 0 and (part := file.read(min(rest, _AHEAD_NBYTES))):
         write(part)
         rest -= len(part)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from rsv_format.errors import RsvError
@@ -22,15 +23,16 @@ from rsv_format.header import (
 )
 from rsv_format.layout import MAGIC, blobs_start, header_digest, parse_prologue
 from rsv_format.limits import PROLOGUE_NBYTES, USUAL_HOLES, USUAL_ORDER
+from rsv_format.outputs import check
 from rsv_format.reader import File, Layer
-from rsv_format.stored import stored_bytes
+from rsv_format.stored import Disk, Memory, stored_bytes
 from rsv_format.validate import check_references, walk
 from rsv_format.verify import verify
 from rsv_format.version import VERSION
 from rsv_format.vqrs import MAGIC as VQRS_MAGIC
 from rsv_format.vqrs import VERSION as VQRS_VERSION
 from rsv_format.vqrs import Reservoir, VqrsLayer
-from rsv_format.writer import LayerData, Writer
+from rsv_format.writer import RSV_FILE, LayerData, Writer
 
 Progress = Callable[[int, int, str], None]
 StrPath = str | os.PathLike[str]
@@ -49,9 +51,9 @@ def convert(
     Parameters
     ----------
     source : path
-        VeloxQuant-MLX's reservoir (VQRS, version 2), or an RSV file, of an earlier draft too.
+        VeloxQuant-MLX's reservoir (VQRS, version 2), or an RSV file, of an earlier draft too, which may be a pipe.
     path : path
-        Where the RSV file comes, whole or not at all.
+        Where the RSV file comes, whole or not at all; never the source.
     force : bool
         As `Writer`.
     max_order : int
@@ -71,17 +73,23 @@ def convert(
         that can be taken over exactly; of an RSV file, any code of `open` and `verify`.
     """
     told = progress or (lambda done, total, name: None)
+    check(path, RSV_FILE, inputs=[source], force=force)
+    begin = partial(Writer, path, inputs=[source], force=force)
     stored = stored_bytes(source, mmap=False)
     start = bytes(stored.view(0, min(len(MAGIC), stored.nbytes)))
     if start == MAGIC:
-        return _rewrite(source, path, force, max_order, told)
+        return _rewrite(stored, begin, max_order, told)
     if start.startswith(VQRS_MAGIC):
-        return _take_over(Reservoir(source, max_order=max_order), path, force, told)
+        if not isinstance(stored, Disk):
+            raise RsvError(
+                "source_unsupported", os.fspath(source), "a VQRS file that is no regular file: copy it first"
+            )
+        return _take_over(Reservoir(stored, max_order=max_order), begin, told)
     detail = "is neither an RSV nor a VQRS file; models are for rsv quantize"
     raise RsvError("source_unsupported", os.fspath(source), detail)
 
 
-def _take_over(reservoir: Reservoir, path: StrPath, force: bool, told: Progress) -> str:
+def _take_over(reservoir: Reservoir, begin: Callable[[Header], Writer], told: Progress) -> str:
     """A reservoir's layers."""
     holes = reservoir.holes()
     if holes > USUAL_HOLES:
@@ -114,7 +122,7 @@ def _take_over(reservoir: Reservoir, path: StrPath, force: bool, told: Progress)
         {},
     )
     total, done = sum(layer.out_features * layer.in_features for layer in reservoir.layers), 0
-    with Writer(path, header, force=force) as writer:
+    with begin(header) as writer:
         for i, user in codebooks.values():
             writer.codebook(i, reservoir.codebook(user))
         for i, user in transforms.values():
@@ -128,13 +136,13 @@ def _take_over(reservoir: Reservoir, path: StrPath, force: bool, told: Progress)
     return f"a VQRS file, version {VQRS_VERSION}"
 
 
-def _rewrite(source: StrPath, path: StrPath, force: bool, max_order: int, told: Progress) -> str:
+def _rewrite(stored: Memory | Disk, begin: Callable[[Header], Writer], max_order: int, told: Progress) -> str:
     """An RSV file's content, which is verified first."""
-    file, what = _open_any_draft(source, max_order)
+    file, what = _open_any_draft(stored, max_order)
     with file:
         verify(file, progress=told)
         header = file.header
-        with Writer(path, header, force=force) as writer:
+        with begin(header) as writer:
             for i in range(len(header.codebooks)):
                 writer.codebook(i, file.codebook(i))
             for i in range(len(header.transforms)):
@@ -166,9 +174,8 @@ def _data(layer: Layer) -> LayerData:
     )
 
 
-def _open_any_draft(source: StrPath, max_order: int) -> tuple[File, str]:
+def _open_any_draft(stored: Memory | Disk, max_order: int) -> tuple[File, str]:
     """As `open`, for earlier drafts too."""
-    stored = stored_bytes(source, mmap=False)
     start = bytes(stored.view(0, min(PROLOGUE_NBYTES, stored.nbytes)))
     prologue = parse_prologue(start, stored.nbytes)
     text = bytes(stored.view(PROLOGUE_NBYTES, prologue.header_nbytes))

@@ -81,7 +81,7 @@ class Reservoir:
     Parameters
     ----------
     source
-        As `rsv_format.open`.
+        As `rsv_format.open`, or the bytes of a file.
     max_order : int
         Of a matrix that may be derived or checked; several may take as long together as one of this order.
 
@@ -91,7 +91,7 @@ class Reservoir:
         io_error, bad_magic, source_unsupported, source_invalid, over_limit.
     """
 
-    def __init__(self, source: Source, *, max_order: int = USUAL_ORDER) -> None:
+    def __init__(self, source: Source | Memory | Disk, *, max_order: int = USUAL_ORDER) -> None:
         self._stored: Memory | Disk = stored_bytes(source, mmap=False)
         start = bytes(self._stored.view(0, min(_START.size, self._stored.nbytes)))
         if start[:4] != MAGIC:

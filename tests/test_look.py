@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -264,3 +265,39 @@ def test_weights_beyond_float32_are_no_result(tmp_path: Path) -> None:
     result = rsv("report", tmp_path / "a", "-o", tmp_path / "r.html", "--source", tmp_path / "c")
     assert result.exit_code == 1 and "nonfinite_value" in result.stderr and not (tmp_path / "r.html").exists()
     assert rsv("report", tmp_path / "a", "-o", tmp_path / "r.html").exit_code == 0
+
+
+def test_cat_refuses_before_the_work_and_never_adds_to_its_input(path: Path, tmp_path: Path) -> None:
+    own = write(tmp_path / "a.rsv")
+    before = own.read_bytes()
+    with own.open("ab") as out:
+        command = [sys.executable, "-m", "rsv_format", "cat", own, "config.json"]
+        said = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, timeout=60, check=False)
+    assert said.returncode == 2 and b"is where this process prints to" in said.stderr and own.read_bytes() == before
+    bad = damaged(own, own.stat().st_size - 1, tmp_path / "bad.rsv")
+    (tmp_path / "text").write_text("precious")
+    assert "is not a NumPy array" in rsv("cat", bad, "head", "-o", tmp_path / "text").output
+
+
+@pytest.mark.parametrize("table", ["keep", 5])
+def test_compare_holds_rows_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: Any) -> None:
+    """The largest array that is read of a source whose tensors are read in parts, and the same sums."""
+    from safetensors.numpy import save_file
+
+    from rsv_cli import compare
+    from rsv_format.sources.base import SourceFile
+
+    weights = {f"model.layers.{i}.mlp.up_proj.weight": RNG.standard_normal((700, 64)).astype("<f4") for i in range(2)}
+    save_file(
+        weights | {"model.embed_tokens.weight": RNG.standard_normal((900, 64)).astype("<f4")},
+        tmp_path / "s.safetensors",
+    )
+    rsv_format.quantize(tmp_path / "s.safetensors", tmp_path / "m.rsv", importance="none", embedding_bits=table)
+    whole = json.loads(rsv("compare", tmp_path / "s.safetensors", tmp_path / "m.rsv", "--json").stdout)
+    sizes, read = [], SourceFile.read
+    monkeypatch.setattr(SourceFile, "read", lambda *a, **k: sizes.append(math.prod(a[2])) or read(*a, **k))
+    monkeypatch.setattr(compare, "_CHUNK", 2**12)
+    monkeypatch.setattr("rsv_format.reader._PIECE_NBYTES", 2**14)
+    parts = json.loads(rsv("compare", tmp_path / "s.safetensors", tmp_path / "m.rsv", "--json").stdout)
+    assert parts["tensors"] == whole["tensors"] and np.isclose(parts["relative_error"], whole["relative_error"])
+    assert max(sizes) < 900 * 64

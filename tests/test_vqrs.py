@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +240,7 @@ def test_a_reservoir_is_never_replaced(tmp_path: Path) -> None:
     path = tmp_path / "old"
     path.write_bytes(reservoir([plain()]))
     before = path.read_bytes()
-    with pytest.raises(RsvError, match="a model that is not RSV"):
+    with pytest.raises(RsvError, match="is the input itself"):
         convert(path, path, force=True)
     assert path.read_bytes() == before and Reservoir(path).layers[0].name == "a"
 
@@ -298,3 +300,53 @@ def test_a_file_that_was_taken_over_goes_into_a_model(tmp_path: Path) -> None:
     for name, (columns, _, bias) in layers.items():
         found = np.array(getattr(model, name)(mx.eye(columns))) - (0 if bias is None else bias)
         assert np.abs(found.T - PEER[f"b3.dense.{name}"]).max() < 1e-5
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("alias", ["itself", "link", "hard link"])
+@pytest.mark.parametrize("is_rsv", [False, True], ids=["VQRS", "RSV"])
+def test_what_is_taken_over_is_never_replaced(tmp_path: Path, alias: str, force: bool, is_rsv: bool) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    if is_rsv:
+        rsv_format.write(old, layers=[rsv_format.quantize_matrix(np.ones((2, 32)), name="a", bits=2)])
+    else:
+        old.write_bytes(reservoir([plain()]))
+    if alias == "link":
+        new.symlink_to(old)
+    elif alias == "hard link":
+        new.hardlink_to(old)
+    before = old.stat()
+    with pytest.raises(RsvError, match="is the input itself") as caught:
+        convert(old, old if alias == "itself" else new, force=force)
+    assert caught.value.code == "bad_argument" and old.stat() == before
+
+
+def test_an_output_that_is_refused_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"not looked at")
+    (tmp_path / "new").write_text("precious")
+    with pytest.raises(RsvError, match="is not an RSV file"):
+        convert(tmp_path / "old", tmp_path / "new")
+
+
+def through_a_pipe(data: bytes, path: Path) -> Any:
+    """What the writer of a pipe came to, which `convert` reads."""
+    os.mkfifo(path / "pipe")
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit((path / "pipe").write_bytes, data)
+        try:
+            return convert(path / "pipe", path / "new")
+        finally:
+            writing.exception(60)
+
+
+def test_a_pipe_is_read_once_and_no_further_than_needed(tmp_path: Path) -> None:
+    rsv_format.write(tmp_path / "old", layers=[rsv_format.quantize_matrix(np.ones((2, 32)), name="a", bits=2)])
+    assert through_a_pipe((tmp_path / "old").read_bytes(), tmp_path) == "an RSV file"
+    assert (tmp_path / "new").read_bytes() == (tmp_path / "old").read_bytes()
+
+
+def test_a_reservoir_is_no_pipe(tmp_path: Path) -> None:
+    """Its first bytes do not say how long it is."""
+    with pytest.raises(RsvError, match="no regular file") as caught:
+        through_a_pipe(b"VQRS" + bytes(2**22), tmp_path)
+    assert caught.value.code == "source_unsupported" and not (tmp_path / "new").exists()
