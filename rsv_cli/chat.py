@@ -15,6 +15,7 @@ from rsv_cli import sampling as s
 from rsv_cli import terminal
 from rsv_cli.options import USUAL_ORDER, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import mlx_module, report, scratch, session
+from rsv_cli.texts import read_line
 
 _HELP = """/help          this
 /reset         forget what was said
@@ -125,7 +126,7 @@ class _Conversation:
                         import readline  # noqa: F401  # so that lines can be edited
                     line = input("> ")
                 else:
-                    line = sys.stdin.readline()
+                    line = read_line(sys.stdin.buffer, "standard input")
                     if not line:
                         return None
             except EOFError:

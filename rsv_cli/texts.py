@@ -36,6 +36,22 @@ def read_bytes(file: IO[bytes], where: str) -> bytes:
     return data
 
 
+def read_line(file: IO[bytes], where: str) -> str:
+    """The next line of UTF-8, with its end; nothing at the end.
+
+    Raises
+    ------
+    RsvError
+        over_limit, bad_argument.
+    """
+    from rsv_format import RsvError
+
+    data = file.readline(LONGEST + 1)
+    if len(data) > LONGEST:
+        raise RsvError("over_limit", where, f"a line of more than {LONGEST} bytes")
+    return decoded(data, "bad_argument", where)
+
+
 def decoded(data: bytes, code: str, where: str) -> str:
     """UTF-8, in any locale."""
     from rsv_format import RsvError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import signal
@@ -26,6 +27,8 @@ from test_untrusted import base, folder  # noqa: E402, F401
 from typer.testing import CliRunner  # noqa: E402
 
 import rsv_cli.chat  # noqa: E402
+import rsv_cli.texts  # noqa: E402
+import rsv_format  # noqa: E402
 from rsv_cli.app import app  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -167,3 +170,13 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(file: Path) -> None:
         finally:
             process.kill()
             os.close(master)
+
+
+def test_lines_are_utf8_of_some_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rsv_cli.texts, "LONGEST", 8)
+    said = io.BytesIO("äö\nto\n\xff".encode() + b"\xff\n123456789")
+    assert [rsv_cli.texts.read_line(said, "in") for _ in range(2)] == ["äö\n", "to\n"]
+    for code in ("bad_argument", "over_limit"):
+        with pytest.raises(rsv_format.RsvError) as caught:
+            rsv_cli.texts.read_line(said, "in")
+        assert caught.value.code == code

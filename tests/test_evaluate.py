@@ -174,6 +174,15 @@ def test_what_is_printed_without_a_panic_is_kept(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err == "said"
 
 
+def test_of_a_panic_only_its_own_text_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+    panicked = type("PanicException", (BaseException,), {})
+    words = b"one\n\nthread '<unnamed>' (7) panicked at src/a.rs:1:2:\nleft: 1\nright: 2\nnote: run with `RUST`\ntwo\n"
+    with pytest.raises(panicked), rsv_format.quiet_panics():
+        os.write(2, words)
+        raise panicked
+    assert capfd.readouterr().err == "one\ntwo\n"
+
+
 @pytest.mark.parametrize("change", [{"model_type": [1]}, {"rope_scaling": "x"}, {"num_hidden_layers": None}], ids=str)
 def test_configs_of_odd_kinds(folder: Path, file: Path, tmp_path: Path, change: dict) -> None:
     with pytest.raises(RsvError):
