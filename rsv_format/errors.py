@@ -27,6 +27,7 @@ _BY_PHASE: dict[str, tuple[str, ...]] = {
     "schema": ("unsupported_feature", "schema_violation"),
     "reference": ("transform_shape", "bad_reference", "dim_mismatch", "unreferenced", "duplicate_name"),
     "extent": ("file_extent",),
+    "set": ("foreign_shard", "missing_shard", "set_mismatch"),
     "payload": (
         "padding_nonzero",
         "blob_digest_mismatch",

@@ -13,6 +13,7 @@ MAX_WINDOW = 16  # bits of an index: 65536 centroids, 256 KiB, stay in a cache
 MAX_IN_FEATURES = 2**24  # j * k of the Hartley formula stays below 2^48: exact in binary64
 MAX_OUT_FEATURES = 2**31 - 1  # a row index fits a signed 32-bit integer
 MAX_STACK = 65535  # experts in one layer; models have hundreds
+MAX_SHARDS = 99999  # of a set: a name has five digits for them
 MAX_HAAR = 16384  # order of a derived Haar factor: 2 GiB of binary64 to derive it from a tiny file
 USUAL_ORDER = 4096  # of a factor derived or held against the identity, unless more is asked for: seconds, not minutes
 USUAL_HOLES = 4 * 2**30  # bytes never written that verify reads unless more is asked for: seconds

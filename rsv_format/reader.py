@@ -6,7 +6,7 @@ import contextlib
 import mmap as _mmap
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil, prod
 from types import TracebackType
@@ -30,7 +30,8 @@ from rsv_format.layout import LayerLayout, blobs_start, header_digest, layer_lay
 from rsv_format.limits import PROLOGUE_NBYTES, USUAL_ORDER
 from rsv_format.packing import unpack_padded, window_indices
 from rsv_format.rotation import Floats, Transform
-from rsv_format.stored import Ahead, Memory, Source, Stored, stored_bytes
+from rsv_format.sets import check_id, check_members, joined_header, membership, sibling_names
+from rsv_format.stored import Ahead, Joined, Memory, Source, Stored, is_pattern, matches, stored_bytes
 from rsv_format.tables import html_table
 from rsv_format.validate import Blob, check_references, walk
 
@@ -38,19 +39,22 @@ _T = TypeVar("_T")
 _PIECE_NBYTES = 8 * 2**20  # of numbers that are read, or float32 rows that are made, some at a time
 
 
-def open(source: Source, *, mmap: bool = True, max_order: int | None = None) -> File:
-    """Open an RSV file and check it from framing to extent; payload is left to `verify`.
+def open(source: Source, *, mmap: bool = True, max_order: int | None = None, alone: bool = False) -> File:
+    """Open an RSV file, or a set of shards, and check it from framing to extent; payload is left to `verify`.
 
     Parameters
     ----------
     source : path, bytes-like or binary file object
-        A path and a file object with a descriptor are mapped read-only.
+        A path and a file object with a descriptor are mapped read-only. The path of a shard, whichever, stands for
+        its set, and so does a pattern of all their paths, as "model-*.rsv".
     mmap : bool
         False reads each array when it is asked for, instead of mapping: for network file systems, and for files
         that may become shorter meanwhile, which is an error then and the end of the process where they are mapped.
 
     max_order : int
         Of a Haar factor that may be derived from its seed; several may take as long together as one of this order.
+    alone : bool
+        A shard by itself, not its set. What is no path has no siblings, and is taken alone.
 
     Returns
     -------
@@ -60,8 +64,73 @@ def open(source: Source, *, mmap: bool = True, max_order: int | None = None) -> 
     Raises
     ------
     RsvError
-        io_error, or any code of the framing, json, schema, reference and extent phases. SPEC section 9.
+        io_error, or any code of the framing, json, schema, reference, extent and set phases. SPEC section 9.
     """
+    if isinstance(source, str | os.PathLike):
+        path = os.fspath(source)
+        if is_pattern(path):
+            return _open_set(matches(path), mmap, max_order)
+        if not alone:
+            return _open_whole(path, mmap, max_order)
+    return _open_one(source, mmap, max_order)
+
+
+def _open_whole(path: str, mmap: bool, max_order: int | None) -> File:
+    """A file, or the set of which it is a shard."""
+    file = _open_one(path, mmap, max_order)
+    member = membership(file.header)
+    if member is None:
+        return file
+    file.close()
+    return _open_set(sibling_names(path, member), mmap, max_order)
+
+
+def _open_set(names: list[str], mmap: bool, max_order: int | None) -> File:
+    """A set by the paths of its shards; a file that is no shard, if it is alone."""
+    files, missing = [], []
+    for name in names:
+        try:
+            files.append(_open_one(name, mmap, max_order))
+        except RsvError as e:
+            if not isinstance(e.__cause__, FileNotFoundError):
+                raise RsvError(e.code, f"{name}, {e.where}", e.detail) from e
+            missing.append(name)
+    if missing:
+        few = ", ".join(missing[:10]) + ", ..." * (len(missing) > 10)
+        raise RsvError("missing_shard", missing[0], f"{len(missing)} of {len(names)} shards are not there: {few}")
+    headers = [file.header for file in files]
+    if len(files) == 1 and membership(headers[0]) is None:
+        return files[0]
+    shards = [files[i] for i in check_members(names, headers)]
+    whole = joined_header([shard.header for shard in shards])
+    member = membership(shards[0].header)
+    assert member is not None
+    check_id(whole, member)
+    return _joined(shards, whole, max_order)
+
+
+def _joined(shards: list[File], whole: Header, max_order: int | None) -> File:
+    """Shards as one file, whose bytes are theirs one after the other."""
+    found: dict[tuple[Any, ...], Blob] = {}
+    start = 0
+    for shard in shards:
+        for blob in shard.blobs:
+            found.setdefault(_content_key(blob), replace(blob, offset=start + blob.offset))
+        start += shard.nbytes
+    placed, _ = walk(whole, 0)
+    blobs = [replace(blob, offset=found[_content_key(blob)].offset) for blob in placed]
+    stored = Joined([shard._stored for shard in shards])
+    return File(stored, whole, blobs, 0, max_order, tuple(shards))
+
+
+def _content_key(blob: Blob) -> tuple[Any, ...]:
+    """Layers, tensors and attachments have names; the entries of tables are what they hold."""
+    is_table = blob.kind in ("codebook", "diagonal", "factor")
+    return (blob.kind, blob.sha256, blob.nbytes) if is_table else (blob.kind, blob.name)
+
+
+def _open_one(source: Source, mmap: bool, max_order: int | None) -> File:
+    """A file by itself."""
     stored = stored_bytes(source, mmap)
     read = stored.disk or stored  # no map is touched before the lengths are known to be right
     start = bytes(read.view(0, min(PROLOGUE_NBYTES, stored.nbytes)))
@@ -106,7 +175,7 @@ class _Lazy(Mapping[str, _T], Generic[_T]):
 
 
 class File:
-    """An open file. Use it as a context manager, or call `close`."""
+    """An open file, or a set of them (`shards`) as one. Use it as a context manager, or call `close`."""
 
     def __init__(
         self,
@@ -115,8 +184,10 @@ class File:
         blobs: list[Blob],
         header_nbytes: int,
         max_order: int | None = None,
+        shards: tuple[File, ...] = (),
     ) -> None:
         self._open: Stored | None = stored
+        self.shards = shards
         self.header = header
         self.nbytes = stored.nbytes
         self.blobs = blobs
@@ -137,18 +208,24 @@ class File:
 
     @property
     def mapped(self) -> bool:
-        """Whether the bytes are those of a mapped file."""
+        """Whether the bytes are those of a mapped file, or of mapped shards."""
+        if self.shards:
+            return all(shard.mapped for shard in self.shards)
         return isinstance(self._stored, Memory) and isinstance(self._stored.buffer.obj, _mmap.mmap)
 
     def unmapped(self) -> File:
         """The same file, read by its descriptor and not through its map: if it becomes shorter, that is an error."""
-        return File(self._stored.disk or self._stored, self.header, self.blobs, self.header_nbytes, self.max_order)
+        return self._read_by(lambda stored: stored.disk or stored)
 
     def in_order(self) -> File:
         """The same file, unmapped, for one thread that reads it from its beginning to its end."""
-        disk = self._stored.disk
-        stored = self._stored if disk is None else Ahead(disk)
-        return File(stored, self.header, self.blobs, self.header_nbytes, self.max_order)
+        return self._read_by(lambda stored: stored if stored.disk is None else Ahead(stored.disk))
+
+    def _read_by(self, way: Callable[[Stored], Stored]) -> File:
+        """The same file, its bytes read another way."""
+        shards = tuple(shard._read_by(way) for shard in self.shards)
+        stored = Joined([shard._stored for shard in shards]) if shards else way(self._stored)
+        return File(stored, self.header, self.blobs, self.header_nbytes, self.max_order, shards)
 
     def holes(self) -> int:
         """Bytes that were never written, as in a download that was begun: the system tells of them, they are zeros."""
@@ -261,13 +338,8 @@ class File:
         """Have the system read bytes that will be wanted soon, if it can be asked and has not got the first of them.
         A hint: nothing is said of bytes that are not there, or once the file is closed."""
         disk = self._open.disk if self._open else None
-        if disk is None or not hasattr(os, "posix_fadvise"):
-            return
-        try:
-            os.preadv(disk.descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
-        except (OSError, AttributeError):  # not in memory, or it cannot tell
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(disk.descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        if disk is not None:
+            disk.advise(offset, nbytes)
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Copy bytes of the file to writable memory; several threads may.
@@ -286,6 +358,8 @@ class File:
         """Let go of the file; arrays taken from it keep their bytes."""
         stored, self._open = self._open, None
         self._transforms.clear()
+        for shard in self.shards:
+            shard.close()
         if isinstance(stored, Memory):
             with contextlib.suppress(BufferError):
                 stored.buffer.release()
@@ -297,7 +371,9 @@ class File:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<rsv_format.File: {len(self.layers)} layers, {len(self.tensors)} tensors, {self.nbytes} bytes>"
+        shards = f", {len(self.shards)} shards" if self.shards else ""
+        content = f"{len(self.layers)} layers, {len(self.tensors)} tensors"
+        return f"<rsv_format.File: {content}, {self.nbytes} bytes{shards}>"
 
     def _repr_html_(self) -> str:
         """As a notebook shows it: its layers, or its tensors if it has none."""

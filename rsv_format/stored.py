@@ -5,11 +5,14 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
+import glob
 import mmap as _mmap
 import os
 import stat
 import weakref
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import IO
 
 import numpy as np
@@ -89,6 +92,16 @@ class Disk:
                 raise RsvError("io_error", f"byte {offset + done}", "the file has become shorter since it was opened")
             done += count
 
+    def advise(self, offset: int, nbytes: int) -> None:
+        """Have the system read bytes that will be wanted soon, if it can be asked and has not got the first of them."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        try:
+            os.preadv(self.descriptor, [bytearray(1)], offset, os.RWF_NOWAIT)
+        except (OSError, AttributeError):  # not in memory, or it cannot tell
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self.descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def check_unchanged(self) -> None:
         """Whether length and time of change are those at the opening."""
         found = os.fstat(self.descriptor)
@@ -99,7 +112,7 @@ class Disk:
 class Ahead:
     """Bytes of a file that is read from its beginning to its end: small parts that lie together are read at once."""
 
-    def __init__(self, disk: Disk) -> None:
+    def __init__(self, disk: Disk | Joined) -> None:
         self.disk, self.nbytes = disk, disk.nbytes
         self._start, self._read = 0, memoryview(b"")
 
@@ -116,7 +129,84 @@ class Ahead:
         self.disk.read_into(offset, out)
 
 
-Stored = Memory | Disk | Ahead
+class Joined:
+    """The bytes of several files, one after the other."""
+
+    def __init__(self, parts: Sequence[Stored]) -> None:
+        self.parts = parts
+        self._ends = list(accumulate(part.nbytes for part in parts))
+        self.nbytes: int = self._ends[-1]
+
+    @property
+    def disk(self) -> Joined | None:
+        """The same, read by descriptors, if all of them can be."""
+        disks = [part.disk for part in self.parts if part.disk is not None]
+        return Joined(disks) if len(disks) == len(self.parts) else None
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Some of the bytes: where they lie, if that is in one file."""
+        found = list(self._spans(offset, nbytes))
+        if len(found) == 1:
+            part, start, length = found[0]
+            return part.view(start, length)
+        out = np.empty(nbytes, np.uint8).data
+        self.read_into(offset, out)
+        return out.toreadonly()
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """A copy of some of the bytes."""
+        done = 0
+        for part, start, length in self._spans(offset, out.nbytes):
+            part.read_into(start, out[done : done + length])
+            done += length
+
+    def advise(self, offset: int, nbytes: int) -> None:
+        """As `Disk.advise`, of each file."""
+        for part, start, length in self._spans(offset, min(nbytes, self.nbytes - offset)):
+            if part.disk is not None:
+                part.disk.advise(start, length)
+
+    def holes(self) -> int:
+        """Bytes that were never written."""
+        return sum(part.disk.holes() for part in self.parts if part.disk is not None)
+
+    def check_unchanged(self) -> None:
+        """Whether all of them are as they were at the opening."""
+        for part in self.parts:
+            if part.disk is not None:
+                part.disk.check_unchanged()
+
+    def _spans(self, offset: int, nbytes: int) -> Iterator[tuple[Stored, int, int]]:
+        """Parts with what of them some of the bytes are: where it starts, and how long it is."""
+        stop, i = offset + nbytes, bisect_right(self._ends, offset)
+        while offset < stop:
+            start = self._ends[i] - self.parts[i].nbytes
+            length = min(stop, self._ends[i]) - offset
+            yield self.parts[i], offset - start, length
+            offset, i = offset + length, i + 1
+
+
+Stored = Memory | Disk | Ahead | Joined
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path stands for those that are like it, and is none itself."""
+    return "*" in os.path.basename(path) and not os.path.lexists(path)
+
+
+def matches(pattern: str) -> list[str]:
+    """The paths that are like a pattern, whose folder is meant as it is written.
+
+    Raises
+    ------
+    RsvError
+        io_error: there are none.
+    """
+    folder, name = os.path.split(pattern)
+    found = sorted(glob.glob(os.path.join(glob.escape(folder), name)))
+    if not found:
+        raise RsvError("io_error", pattern, "no file is named so")
+    return found
 
 
 def stored_bytes(source: Source | Memory | Disk, mmap: bool) -> Memory | Disk:

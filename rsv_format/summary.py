@@ -83,17 +83,24 @@ def summarize(source: File | str | os.PathLike[str]) -> Summary:
     if not isinstance(source, File):
         with open(source, mmap=False) as file:
             return summarize(file)
+    counts = [_by_kind(file) for file in source.shards or (source,)]
+    by_kind = {kind: sum(count[kind] for count in counts) for kind in KINDS}
+    weights = sum(entry.rows * entry.in_features for entry in source.header.layers)
+    return Summary(source.nbytes, by_kind, len(source.layers), weights, _kept(source))
+
+
+def _by_kind(file: File) -> dict[str, int]:
+    """Bytes of a file, or of a shard by itself."""
     by_kind = dict.fromkeys(KINDS, 0)
-    for blob in source.blobs:
+    for blob in file.blobs:
         if blob.kind == "layer":
-            for part, _, nbytes in source.layers[blob.name].parts:
+            for part, _, nbytes in file.layers[blob.name].parts:
                 by_kind[_PART_KINDS[part]] += nbytes
         else:
             by_kind[_BLOB_KINDS[blob.kind]] += blob.nbytes
-    by_kind["header"] = PROLOGUE_NBYTES + source.header_nbytes
-    by_kind["padding"] = source.nbytes - sum(by_kind.values())
-    weights = sum(entry.rows * entry.in_features for entry in source.header.layers)
-    return Summary(source.nbytes, by_kind, len(source.layers), weights, _kept(source))
+    by_kind["header"] = PROLOGUE_NBYTES + file.header_nbytes
+    by_kind["padding"] = file.nbytes - sum(by_kind.values())
+    return by_kind
 
 
 def family(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
@@ -72,7 +73,7 @@ def verify(
         detail = f"{holes} of its {source.nbytes} bytes were never written; max_holes is {max_holes}, and can be raised"
         raise RsvError("over_limit", "file", detail)
     faults = []
-    for fault in _faults(source.in_order(), progress or (lambda done, total, name: None)):
+    for fault in _all_faults(source, progress or (lambda done, total, name: None)):
         if not collect:
             raise fault
         faults.append(fault)
@@ -96,6 +97,22 @@ def verify_blobs(file: File, blobs: Iterable[Blob]) -> None:
             raise RsvError("blob_digest_mismatch", where, "the bytes are not those that were written")
         for fault in _content(file, blob, where, lambda done, total, name: None):
             raise fault
+
+
+def _all_faults(file: File, progress: Progress) -> Faults:
+    """Those of a file, or of each shard of a set, which are named with it."""
+    done = 0
+    for i, shard in enumerate(file.shards, 1):
+        told = partial(_told_of_shard, progress, done, file.nbytes)
+        for fault in _faults(shard.in_order(), told):
+            yield RsvError(fault.code, f"shard {i}, {fault.where}", fault.detail)
+        done += shard.nbytes
+    if not file.shards:
+        yield from _faults(file.in_order(), progress)
+
+
+def _told_of_shard(progress: Progress, before: int, total: int, done: int, of_shard: int, name: str) -> None:
+    progress(before + done, total, name)
 
 
 def _faults(file: File, progress: Progress) -> Faults:

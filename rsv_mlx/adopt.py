@@ -128,7 +128,7 @@ def adoption_obstacle(file: rsv_format.File | None = None) -> str | None:
     if obstacle is None and file is not None:
         if not file.mapped:
             return "the file is not mapped"
-        if np.frombuffer(file.buffer, np.uint8).ctypes.data % mmap.PAGESIZE:
+        if np.frombuffer(file.read(0, PAGE), np.uint8).ctypes.data % mmap.PAGESIZE:
             return "the map does not start on a page"
     return obstacle
 
@@ -193,7 +193,7 @@ class _Adopt:
         start, end = window(parts)
         if not _viewable(parts, end - start):
             return self._read.load(parts)
-        base = mx.asarray(np.frombuffer(self.file.buffer, np.uint32, (end - start) // 4, start), copy=False)
+        base = mx.asarray(np.frombuffer(self.file.read(start, end - start), np.uint32), copy=False)
         arrays = [slice_part(base, start, part) for part in parts]
         self.report.adopted_nbytes += sum(array.nbytes for array in arrays)
         return Loaded(arrays, base)

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rsv_format.canonical import arrange
 from rsv_format.errors import RsvError
 from rsv_format.header import Header, build_header
 from rsv_format.layout import row_words
 from rsv_format.quantizer.codebooks import TRELLIS_BITS, distortion
 from rsv_format.validate import walk
-from rsv_format.writer import arrange
 
 Floats = NDArray[np.floating[Any]]
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rsv_format.canonical import arrange
 from rsv_format.errors import RsvError
 from rsv_format.header import (
     NO_DIGEST,
@@ -69,7 +70,6 @@ from rsv_format.writer import (
     RSV_FILE,
     LayerData,
     Writer,
-    arrange,
     diagonal_entry,
     factor_entry,
     transform_entry,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rsv_format.canonical import arrange
 from rsv_format.header import build_header
 from rsv_format.quantizer.conversion import Job, _given_importance, _opened, silent
 from rsv_format.quantizer.matrix import quantize_matrix
@@ -19,7 +20,6 @@ from rsv_format.quantizer.options import QuantizeOptions
 from rsv_format.sources import Source, SourceTensor
 from rsv_format.threads import DEFAULT_MEMORY, Room
 from rsv_format.validate import walk
-from rsv_format.writer import arrange
 
 _TRIAL = 2**19  # weights that are quantized to see how long it takes
 
