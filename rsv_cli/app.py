@@ -25,6 +25,7 @@ from rsv_cli import (
     quantize,
     report,
     serve,
+    split,
     terminal,
 )
 
@@ -107,6 +108,8 @@ _COMMANDS: tuple[Callable[..., Any], ...] = (
     export.export,
     export.extract,
     convert.convert,
+    split.split,
+    split.merge,
     generate.generate,
     chat.chat,
     serve.serve,

@@ -28,13 +28,14 @@ def opened_model(spec: str, *, max_order: int, quiet: bool) -> Iterator[Source]:
     import rsv_format
     from rsv_format.dense import as_source
     from rsv_format.layout import MAGIC
+    from rsv_format.stored import is_pattern
 
     path = Path(spec)
     head = b""
     if path.is_file():
         with path.open("rb") as file:
             head = file.read(len(MAGIC))
-    if head != MAGIC:
+    if head != MAGIC and not is_pattern(spec):
         with rsv_format.open_source(spec, tokenizer=False) as source:
             yield source
         return

@@ -164,6 +164,7 @@ def _info_tree(path: Path, file: File, summary: Summary) -> dict[str, Any]:
     return {
         "path": str(path),
         "nbytes": file.nbytes,
+        "shards": len(file.shards),
         "weights": summary.weights,
         "bits_per_weight": summary.bits_per_weight,
         "share": summary.share,
@@ -232,6 +233,7 @@ def _print_info(console: Console, path: Path, file: File, summary: Summary, ever
     title = Text(terminal.plain(path.name), "bold")
     facts = [
         describe.size(file.nbytes),
+        *([f"{len(file.shards)} shards"] if file.shards else []),
         f"{summary.layers} layers",
         f"{describe.count(summary.weights)} weights, {describe.percent(summary.share, 1)} of all",
         f"{summary.bits_per_weight:.3f} bits per weight",

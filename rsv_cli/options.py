@@ -8,7 +8,11 @@ from typing import Annotated
 
 import typer
 
-RsvFile = Annotated[Path, typer.Argument(metavar="FILE", help="An RSV file.", show_default=False)]
+RsvFile = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="An RSV file, or a set by the path of any of its shards or as 'NAME-*.rsv'.",
+                   show_default=False),
+]  # fmt: skip
 Source = Annotated[
     str,
     typer.Argument(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import asdict
+import os
+from dataclasses import asdict, replace
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from rsv_cli.cluster import cluster
 from rsv_cli.leftovers import remove_leftovers, tell_leftovers_beside
 from rsv_cli.options import Force, Json, Quiet, Revision, Source, at_revision
 from rsv_cli.session import mlx_module, scratch, session
+from rsv_cli.split import size_of
 from rsv_cli.texts import read_text
 
 if TYPE_CHECKING:
@@ -143,6 +145,12 @@ def quantize(
                      "storage that they share, and have rsv-format\\[cluster] installed. The work of a lost worker is "
                      "done again.", show_default=False),
     ] = None,
+    shard_size: Annotated[
+        str | None,
+        typer.Option("--shard-size", metavar="SIZE", help="Write shards of at most so much, such as 2GB, OUT-00001-of-"
+                     "00003.rsv and so on: while they are written, the disk holds the file twice.",
+                     show_default=False),
+    ] = None,
     drop_leftovers: Annotated[
         bool,
         typer.Option("--remove-leftovers", help="Remove first what killed runs have left of OUT, which is named "
@@ -176,7 +184,12 @@ def quantize(
         raise typer.BadParameter("there would be nothing left to resume", param_hint="--remove-leftovers")
     if output is None and not dry_run:
         raise typer.BadParameter("is missing", param_hint="--output")
-    room = _size(memory)
+    if shard_size is not None and resume:
+        raise typer.BadParameter(
+            "a run that makes shards is not resumed: quantize, then rsv split", param_hint="--shard-size"
+        )
+    room = size_of(memory, "--memory")
+    most = None if shard_size is None else size_of(shard_size, "--shard-size")
     source = at_revision(source, revision)
     with session(as_json), scratch(quiet):
         from rsv_format.outputs import check
@@ -213,10 +226,10 @@ def quantize(
                 _print_plan(planned)
             return
         with terminal.progress("quantizing", quiet=quiet) as told, cluster(scheduler) as away:
-            report = _quantized(
+            report = (_quantized if most is None else partial(_sharded, shard_size=most))(
                 source,
                 output,
-                words,
+                text=words,
                 force=force,
                 resume=resume,
                 progress=told,
@@ -229,11 +242,20 @@ def quantize(
             _print_report(report)
 
 
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", text)
-    if match is None:
-        raise typer.BadParameter(f"{text!r} is no size such as 500MB or 2GB", param_hint="--memory")
-    return int(float(match[1]) * float(f"1e{3 * ' kMGT'.index(match[2] or ' ')}"))
+def _sharded(source: str, output: Path, shard_size: int, text: str | None, **options: Any) -> QuantizeReport:
+    """Quantized into a file beside the shards, which is then split."""
+    from rsv_format.scratch import Folder
+    from rsv_format.splitting import split
+
+    folder = Folder(os.path.dirname(os.path.abspath(output)))
+    try:
+        folder.make()
+        whole = Path(folder.path, output.name)
+        report = _quantized(source, whole, text, **options)
+        names = split(whole, output, shard_size, force=options["force"])
+    finally:
+        folder.remove()
+    return replace(report, path=names[0])
 
 
 def _quantized(source: str, output: Path, text: str | None, **options: Any) -> QuantizeReport:

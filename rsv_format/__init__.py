@@ -10,9 +10,10 @@ Modules, bottom up:
 - stored: a file's bytes;  tables: for notebooks
 - codebook: centroids;  householder: the Q of a QR, in pieces;  rotation: transforms
 - header: JSON to structs;  validate: rules between entries, the walk over the blobs
+- canonical: the order of entries;  sets: one content in several files
 - payload: checks of values;  reader: open and view;  verify: check it all;  writer: stream into place
 - sources: where models come from;  quantizer: what makes content of them
-- summary: where the bytes went
+- summary: where the bytes went;  splitting: into shards, and back
 - difference: of two files;  vqrs: VeloxQuant-MLX's;  upgrade: those and earlier drafts as RSV
 - dense: a file as a source;  report: a page to look at, drawn by page/
 
@@ -45,6 +46,7 @@ if _typing.TYPE_CHECKING:
     from rsv_format.quantizer.options import EMBEDDING_BITS, Calibration, QuantizeOptions, table_bits
     from rsv_format.quantizer.synthetic import random_tokens
     from rsv_format.sources import Source, SourceTensor, open_source
+    from rsv_format.splitting import merge, split
     from rsv_format.upgrade import convert
 
 __all__ = [
@@ -82,6 +84,7 @@ __all__ = [
     "feedback_importance",
     "group_transform",
     "layer_role",
+    "merge",
     "open",
     "open_source",
     "pack",
@@ -93,6 +96,7 @@ __all__ = [
     "random_tokens",
     "save",
     "share_groups",
+    "split",
     "spread_errors",
     "summarize",
     "table_bits",
@@ -113,6 +117,7 @@ _LATER = {
     "quantizer.options": ("EMBEDDING_BITS", "Calibration", "QuantizeOptions", "table_bits"),
     "quantizer.synthetic": ("random_tokens",),
     "sources": ("Source", "SourceTensor", "open_source"),
+    "splitting": ("merge", "split"),
     "upgrade": ("convert",),
 }
 

@@ -115,15 +115,15 @@ def _joined(shards: list[File], whole: Header, max_order: int | None) -> File:
     start = 0
     for shard in shards:
         for blob in shard.blobs:
-            found.setdefault(_content_key(blob), replace(blob, offset=start + blob.offset))
+            found.setdefault(content_key(blob), replace(blob, offset=start + blob.offset))
         start += shard.nbytes
     placed, _ = walk(whole, 0)
-    blobs = [replace(blob, offset=found[_content_key(blob)].offset) for blob in placed]
+    blobs = [replace(blob, offset=found[content_key(blob)].offset) for blob in placed]
     stored = Joined([shard._stored for shard in shards])
     return File(stored, whole, blobs, 0, max_order, tuple(shards))
 
 
-def _content_key(blob: Blob) -> tuple[Any, ...]:
+def content_key(blob: Blob) -> tuple[Any, ...]:
     """Layers, tensors and attachments have names; the entries of tables are what they hold."""
     is_table = blob.kind in ("codebook", "diagonal", "factor")
     return (blob.kind, blob.sha256, blob.nbytes) if is_table else (blob.kind, blob.name)

@@ -18,9 +18,9 @@ PUBLIC = {
     "Change", "Changes", "Difference", "Evaluation", "File", "Layer", "LayerData", "QuantizeOptions",
     "QuantizeReport", "Role", "RsvError", "Source", "SourceTensor", "Summary", "Tensor", "TensorData", "Transform",
     "Writer", "__version__", "convert", "default_text", "diff", "evaluate", "evaluate_logits",
-    "feedback_importance", "group_transform", "layer_role", "open", "open_source", "pack", "plain_name", "quantize",
-    "quantize_layers", "quantize_matrix", "quiet_panics", "random_tokens", "save", "share_groups", "spread_errors",
-    "summarize", "table_bits", "text_windows", "unpack", "verify", "write",
+    "feedback_importance", "group_transform", "layer_role", "merge", "open", "open_source", "pack", "plain_name",
+    "quantize", "quantize_layers", "quantize_matrix", "quiet_panics", "random_tokens", "save", "share_groups", "split",
+    "spread_errors", "summarize", "table_bits", "text_windows", "unpack", "verify", "write",
 }  # fmt: skip
 # conformance is independent of the implementation that it tests, but for what drives it
 DRIVERS = {"conformance/adapters/python.py", "conformance/adapters/faulty.py", "conformance/faulty.py"}
@@ -98,9 +98,10 @@ LAYERS = [
     {"layout": set(), "householder": set(), "threads": set(), "decoder": {"threads"}},
     {"packing": set(), "codebook": set(), "rotation": set(), "dtypes": set(), "stored": set(), "tables": set()},
     {"header": set(), "payload": set(), "roles": set()},
-    {"validate": set()},
+    {"validate": set(), "canonical": set()},
+    {"sets": set()},
     {"reader": set(), "writer": set()},
-    {"verify": set(), "summary": set(), "difference": set()},
+    {"verify": set(), "summary": set(), "difference": set(), "splitting": set()},
     {"vqrs": set()},
     {"upgrade": set()},
     {"sources": set()},

@@ -32,7 +32,7 @@ CONFIG = {"model_type": "llama", "hidden_size": 96}
 RSV = [sys.executable, "-W", "error", "-m", "rsv_cli"]
 COMMANDS = (
     "quantize", "calibrate", "info", "verify", "ls", "cat", "diff", "compare", "evaluate", "export", "extract",
-    "convert", "report", "generate", "doctor",
+    "convert", "split", "merge", "report", "generate", "doctor",
 )  # fmt: skip
 
 

@@ -72,6 +72,19 @@ def test_rsv_format_passes() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_rsv_format_takes_sets() -> None:
+    done = script("sets.py", "--adapter", f"{sys.executable} {PYTHON}", site=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) > 10 and all(line.startswith("pass ") for line in lines)
+    assert {f"(RSV-{rule})" for rule in range(910, 916)} == {word for line in lines for word in line.split()[2:3]}
+
+
+def test_readers_without_sets_are_not_asked_for_them() -> None:
+    done = script("sets.py", "--adapter", f"{sys.executable} -c 'raise SystemExit(77)'")
+    assert done.returncode == 0 and all(line.startswith("skip ") for line in done.stdout.splitlines())
+
+
 def test_one_process_per_case_gives_the_same() -> None:
     done = run(f"{sys.executable} {PYTHON}", "--no-batch", "--only", "*/*spec-example*", "--json")
     assert done.returncode == 0, done.stdout + done.stderr

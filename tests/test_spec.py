@@ -133,7 +133,7 @@ def test_error_table_is_that_of_the_code() -> None:
     # the order within a phase is that of the checks; it is not defined for binding
     for phase in phases[:-1]:
         assert [c for c, p in codes.items() if p == phase] == [c for c, p in contract if p == phase]
-    when = {"payload": "verify", "binding": "bind"}
+    when = {"set": "set", "payload": "verify", "binding": "bind"}
     assert all(row[1] == when.get(row[0], "open") for row in rows)
 
 

@@ -176,7 +176,15 @@ def _layer(entry: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
-OPERATIONS = {"decode": decode, "verify": verify, "dequantize": dequantize, "encode": encode}
+def merge(path: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = os.path.join(folder, "whole")
+        rsv_format.merge(path, out)
+        with open(out, "rb") as f:
+            return {"file": base64.b64encode(f.read()).decode()}
+
+
+OPERATIONS = {"decode": decode, "verify": verify, "dequantize": dequantize, "encode": encode, "merge": merge}
 
 
 def answer(operation: str, path: str) -> tuple[int, Any]:

@@ -1,0 +1,192 @@
+"""A content in other files: `split` into shards, `merge` into one (SPEC section 12.1). Blobs are copied as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+from rsv_format.canonical import arrange
+from rsv_format.errors import RsvError
+from rsv_format.header import Header, build_header, parse_header, replace
+from rsv_format.layout import align, build_prologue
+from rsv_format.limits import CELL, MAX_HEADER_NBYTES, MAX_SHARDS, PAGE, PROLOGUE_NBYTES
+from rsv_format.outputs import Output, commit, write_all
+from rsv_format.reader import File, content_key
+from rsv_format.reader import open as open_file
+from rsv_format.sets import EXTENSION, Membership, joined_header, membership, set_id, shard_name, sibling_names
+from rsv_format.validate import Blob, walk
+from rsv_format.writer import RSV_FILE
+
+StrPath = str | os.PathLike[str]
+Progress = Callable[[int, int, str], None]
+_ENTRY_NBYTES = 512  # of the header, at most, beside the name and the place in its file
+
+
+def split(
+    source: StrPath,
+    out: StrPath,
+    shard_size: int,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> list[str]:
+    """Spread a file's content over shards: all of them come into place, or none.
+
+    Parameters
+    ----------
+    source : path
+        Of a file, or of a set, which is then spread anew.
+    out : path
+        As of one file, "model.rsv": its shards are "model-00001-of-00003.rsv" and so on.
+    shard_size : int
+        Bytes that a shard has at most, unless it holds a single layer or tensor, or, the first one, attachments.
+    force : bool
+        As `Writer`.
+    progress : callable(done, total, name), optional
+        Told the bytes done so far and in all, and the blob at work.
+
+    Returns
+    -------
+    list of str
+        The paths of the shards.
+
+    Raises
+    ------
+    RsvError
+        bad_argument: the size is not positive, or there would be more than 99999 shards, or something that may not
+        be replaced is at a path; blob_digest_mismatch; io_error; what `open` raises. SPEC section 12.1.
+    """
+    if shard_size < 1:
+        raise RsvError("bad_argument", "shard_size", f"{shard_size} bytes are no size")
+    with open_file(source) as mapped:
+        file = mapped.unmapped()
+        whole = arrange(joined_header([_without_membership(file.header)]))
+        parts = _parts(whole, shard_size)
+        if len(parts) > MAX_SHARDS:
+            raise RsvError("bad_argument", "shard_size", f"{len(parts)} shards, and {MAX_SHARDS} are the most")
+        id = set_id(whole)
+        names = [shard_name(os.fspath(out), len(parts), i) for i in range(len(parts))]
+        inputs = paths_of(source)
+        headers = [
+            replace(part, extensions={**part.extensions, EXTENSION: Membership(id, len(parts), i).extension})
+            for i, part in enumerate(parts)
+        ]
+        _write_all(file, [Output(name, RSV_FILE, inputs=inputs, force=force) for name in names], headers, progress)
+    return names
+
+
+def merge(source: StrPath, out: StrPath, *, force: bool = False, progress: Progress | None = None) -> None:
+    """Put the shards of a set into one file, canonically: the one that was split, if that was canonical.
+
+    Parameters
+    ----------
+    source : path
+        Of a shard, whichever, or a pattern of all their paths.
+    out, force, progress
+        As `split`; `out` is the path of the one file.
+
+    Raises
+    ------
+    RsvError
+        bad_argument: what is at the path may not be replaced; blob_digest_mismatch; io_error; what `open` raises.
+    """
+    with open_file(source) as mapped:
+        file = mapped.unmapped()
+        whole = arrange(joined_header([_without_membership(file.header)]))
+        _write_all(file, [Output(out, RSV_FILE, inputs=paths_of(source), force=force)], [whole], progress)
+
+
+def paths_of(source: StrPath) -> list[str]:
+    """The files that a path stands for: one, or those of a set."""
+    from rsv_format.stored import is_pattern, matches
+
+    path = os.fspath(source)
+    if is_pattern(path):
+        return matches(path)
+    with open_file(path, mmap=False, alone=True) as file:
+        member = membership(file.header)
+    return [path] if member is None else sibling_names(path, member)
+
+
+def _without_membership(header: Header) -> Header:
+    return replace(header, extensions={key: x for key, x in header.extensions.items() if key != EXTENSION})
+
+
+def _parts(whole: Header, shard_size: int) -> list[Header]:
+    """Headers of the shards, but for what they say of the set: as much in each as there is room for."""
+    bare = replace(whole, codebooks=(), transforms=(), layers=(), tensors=(), attachments=())
+    rest = replace(bare, extensions={})
+    sizes = {(blob.kind, blob.index): 0 for blob in walk(whole, 0)[0]}
+    for blob in walk(whole, 0)[0]:
+        sizes[blob.kind, blob.index] += align(blob.nbytes, CELL) + _ENTRY_NBYTES + 6 * len(blob.name)
+    attached = sum(nbytes for (kind, _), nbytes in sizes.items() if kind == "attachment")
+    empty = PAGE + PROLOGUE_NBYTES + _ENTRY_NBYTES
+    room = [empty + len(build_header(bare)) + attached, empty + len(build_header(rest))]  # of the first, of others
+    shards: list[tuple[list[int], list[int]]] = [([], [])]
+    tables: set[tuple[str, int]] = set()
+    used = room[0]
+    items = [("layer", i) for i in range(len(whole.layers))] + [("tensor", i) for i in range(len(whole.tensors))]
+    for kind, i in items:
+        needed = {("codebook", whole.layers[i].codebook)} if kind == "layer" else set()
+        if kind == "layer" and (transform := whole.layers[i].transform) is not None:
+            needed |= {("diagonal", transform), ("factor", transform)}
+        more = sizes[kind, i] + sum(sizes.get(key, _ENTRY_NBYTES) for key in needed - tables)
+        if used + more > shard_size and any(shards[-1]):
+            shards.append(([], []))
+            tables, used = set(), room[1]
+            more = sizes[kind, i] + sum(sizes.get(key, _ENTRY_NBYTES) for key in needed)
+        shards[-1][kind == "tensor"].append(i)
+        tables |= needed
+        used += more
+    return [
+        arrange(
+            replace(
+                whole if number == 0 else replace(whole, attachments=(), extensions={}),
+                layers=tuple(whole.layers[i] for i in layers),
+                tensors=tuple(whole.tensors[i] for i in tensors),
+            )
+        )
+        for number, (layers, tensors) in enumerate(shards)
+    ]
+
+
+def _write_all(file: File, outputs: Sequence[Output], headers: Sequence[Header], progress: Progress | None) -> None:
+    """Write files of these headers, and bring all of them into place."""
+    told = progress or (lambda done, total, name: None)
+    where = {content_key(blob): blob for blob in file.blobs}
+    done = 0
+    with contextlib.ExitStack() as stack:
+        for output, header in zip(outputs, headers, strict=True):
+            stack.callback(output.discard)
+            text = build_header(header)
+            if len(text) > MAX_HEADER_NBYTES:
+                raise RsvError("header_too_large", output.path, f"{len(text)} bytes, the limit is {MAX_HEADER_NBYTES}")
+            parse_header(text)
+            blobs, nbytes = walk(header, len(text))
+            try:
+                out = output.open(nbytes)
+                write_all(out, build_prologue(text, nbytes) + text)
+                for blob in blobs:
+                    told(min(done, file.nbytes), file.nbytes, blob.name)
+                    out.seek(blob.offset)
+                    for piece in _checked(file, where[content_key(blob)]):
+                        write_all(out, piece)
+                    done += blob.nbytes
+            except OSError as e:
+                raise RsvError("io_error", output.path, e.strerror or str(e)) from e
+        file.check_unchanged()
+        commit(*outputs)
+    told(file.nbytes, file.nbytes, "")
+
+
+def _checked(file: File, blob: Blob) -> Iterator[memoryview]:
+    """A blob's bytes, some at a time."""
+    digest = hashlib.sha256()
+    for piece in file.pieces(blob.offset, "u8", blob.nbytes):
+        digest.update(piece.data)
+        yield piece.data
+    if digest.hexdigest() != blob.sha256:
+        detail = "the bytes are not those that were written"
+        raise RsvError("blob_digest_mismatch", f"{blob.kind} {blob.name}", detail)
