@@ -29,6 +29,7 @@ FAILED, USAGE, PIPE_CLOSED = 1, 2, 141
 _TRACEBACK = "RSV_TRACEBACK"
 _LONGEST = 2000  # characters of a place or a detail on a terminal: both can come from a file
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
+_NO_MEMORY = ("allocate", "can't start new thread", "Resource temporarily unavailable")  # as MLX and threads say it
 _SHOW_CURSOR = "\x1b[?25h"
 
 _folders: list[Folder] = []  # temporary ones
@@ -66,8 +67,8 @@ def session(as_json: bool = False) -> Iterator[None]:
             except (RsvError, typer.Exit, typer.Abort, typer.BadParameter):
                 raise
             except Exception as e:
-                if isinstance(e, RuntimeError) and "allocate" in str(e):  # MLX's
-                    raise RsvError("out_of_memory", "system", str(e)) from e
+                if isinstance(e, RuntimeError) and any(words in str(e) for words in _NO_MEMORY):
+                    raise RsvError("out_of_memory", "system", str(e).strip().splitlines()[-1]) from e
                 if os.environ.get(_TRACEBACK):
                     raise
                 detail = f"{e} (a fault of rsv; {_TRACEBACK}=1 in the environment shows where)"

@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 import rsv_format
 from rsv_cli.app import app
-from rsv_cli.session import scratch
+from rsv_cli.session import scratch, session
 from rsv_format import RsvError
 from rsv_format.scratch import abandoned
 from rsv_format.sources.imatrix import save_imatrix
@@ -329,3 +330,13 @@ def test_devices_in_a_models_folder(tmp_path: Path, name: str) -> None:
         assert set(source.attachments) == {"config.json"}
     with pytest.raises(RsvError, match="no regular file"):
         rsv_format.quantize(tmp_path, tmp_path / "q.rsv", importance="/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "words", ["[malloc] Unable to allocate", "Traceback\n  a\nRuntimeError: can't start new thread"]
+)
+def test_no_room_for_threads_is_out_of_memory(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as caught, session():
+        raise RuntimeError(words)
+    said = capsys.readouterr().err
+    assert caught.value.exit_code == 1 and said.startswith("error[out_of_memory]") and said.count("\n") == 1
