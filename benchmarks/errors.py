@@ -58,7 +58,7 @@ def measured() -> Iterator[tuple[str, float, float]]:
             weights: dict[str, NDArray[np.float32]] = {}
             for codebook, window in OURS:
                 report = rsv_format.quantize(
-                    source, path, bits=bits, codebook=codebook, window=window, importance="none", force=True
+                    source, path, bits=bits, codebook=codebook, window=window, importance="none", embedding_bits="keep"
                 )
                 with rsv_format.open(path) as file:
                     found = {f"{name}.weight": layer.dequantize() for name, layer in file.layers.items()}
