@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,8 @@ def opened_file(path: Path, **options: Any) -> Iterator[File]:
     """An RSV file that is not touched through its map: if it shrinks meanwhile, the command fails and does not die."""
     import rsv_format
 
-    with rsv_format.open(path, **options) as file:
+    name = re.sub("^([a-z][a-z0-9+.-]+):/(?=[^/])", r"\1://", str(path))  # a URL, of which a Path leaves one slash
+    with rsv_format.open(name, **options) as file:
         yield file.unmapped()
 
 

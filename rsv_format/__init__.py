@@ -7,7 +7,7 @@ Modules, bottom up:
 - replaceable: what an output may replace;  outputs: how files come into place
 - layout: prologue, sizes and offsets;  packing: codes to words;  dtypes: element types
 - roles: what tensors are for, by their names;  threads: work on pieces, side by side;  decoder: a model run in numpy
-- stored: a file's bytes;  tables: for notebooks
+- remote: bytes by URL;  stored: a file's bytes;  tables: for notebooks
 - codebook: centroids;  householder: the Q of a QR, in pieces;  rotation: transforms
 - header: JSON to structs;  validate: rules between entries, the walk over the blobs
 - canonical: the order of entries;  sets: one content in several files

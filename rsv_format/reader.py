@@ -46,7 +46,8 @@ def open(source: Source, *, mmap: bool = True, max_order: int | None = None, alo
     ----------
     source : path, bytes-like or binary file object
         A path and a file object with a descriptor are mapped read-only. The path of a shard, whichever, stands for
-        its set, and so does a pattern of all their paths, as "model-*.rsv".
+        its set, and so does a pattern of all their paths, as "model-*.rsv". Of a URL (https://, s3://, hf://) only
+        what is asked for is fetched; its server must give ranges.
     mmap : bool
         False reads each array when it is asked for, instead of mapping: for network file systems, and for files
         that may become shorter meanwhile, which is an error then and the end of the process where they are mapped.

@@ -20,6 +20,7 @@ import numpy as np
 from rsv_format.errors import RsvError
 from rsv_format.layout import declared_nbytes
 from rsv_format.limits import PROLOGUE_NBYTES
+from rsv_format.remote import Remote, is_url
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes]
 _MAX_EXTENTS = 10_000  # of data between holes that are looked at
@@ -112,7 +113,7 @@ class Disk:
 class Ahead:
     """Bytes of a file that is read from its beginning to its end: small parts that lie together are read at once."""
 
-    def __init__(self, disk: Disk | Joined) -> None:
+    def __init__(self, disk: Disk | Joined | Remote) -> None:
         self.disk, self.nbytes = disk, disk.nbytes
         self._start, self._read = 0, memoryview(b"")
 
@@ -186,12 +187,12 @@ class Joined:
             offset, i = offset + length, i + 1
 
 
-Stored = Memory | Disk | Ahead | Joined
+Stored = Memory | Disk | Ahead | Joined | Remote
 
 
 def is_pattern(path: str) -> bool:
     """Whether a path stands for those that are like it, and is none itself."""
-    return "*" in os.path.basename(path) and not os.path.lexists(path)
+    return "*" in os.path.basename(path) and not is_url(path) and not os.path.lexists(path)
 
 
 def matches(pattern: str) -> list[str]:
@@ -209,12 +210,14 @@ def matches(pattern: str) -> list[str]:
     return found
 
 
-def stored_bytes(source: Source | Memory | Disk, mmap: bool) -> Memory | Disk:
+def stored_bytes(source: Source | Memory | Disk | Remote, mmap: bool) -> Memory | Disk | Remote:
     """The whole file, checked in nothing."""
-    if isinstance(source, Memory | Disk):
+    if isinstance(source, Memory | Disk | Remote):
         return source
     if isinstance(source, bytes | bytearray | memoryview):
         return Memory(memoryview(source))
+    if isinstance(source, str) and is_url(source):
+        return Remote(source)
     try:
         if isinstance(source, str | os.PathLike):
             with builtins.open(source, "rb") as file:
@@ -226,7 +229,7 @@ def stored_bytes(source: Source | Memory | Disk, mmap: bool) -> Memory | Disk:
         raise RsvError("io_error", str(name), detail) from e
 
 
-def _stored_in(file: IO[bytes], mmap: bool) -> Memory | Disk:
+def _stored_in(file: IO[bytes], mmap: bool) -> Memory | Disk | Remote:
     disk = None
     with contextlib.suppress(OSError, AttributeError, ValueError):  # no descriptor, no regular file, an empty one
         found = os.fstat(file.fileno())

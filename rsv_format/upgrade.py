@@ -25,6 +25,7 @@ from rsv_format.layout import MAGIC, blobs_start, header_digest, parse_prologue
 from rsv_format.limits import PROLOGUE_NBYTES, USUAL_HOLES, USUAL_ORDER
 from rsv_format.outputs import check
 from rsv_format.reader import File, Layer
+from rsv_format.remote import Remote
 from rsv_format.stored import Disk, Memory, stored_bytes
 from rsv_format.validate import check_references, walk
 from rsv_format.verify import verify
@@ -136,7 +137,7 @@ def _take_over(reservoir: Reservoir, begin: Callable[[Header], Writer], told: Pr
     return f"a VQRS file, version {VQRS_VERSION}"
 
 
-def _rewrite(stored: Memory | Disk, begin: Callable[[Header], Writer], max_order: int, told: Progress) -> str:
+def _rewrite(stored: Memory | Disk | Remote, begin: Callable[[Header], Writer], max_order: int, told: Progress) -> str:
     """An RSV file's content, which is verified first."""
     file, what = _open_any_draft(stored, max_order)
     with file:
@@ -174,7 +175,7 @@ def _data(layer: Layer) -> LayerData:
     )
 
 
-def _open_any_draft(stored: Memory | Disk, max_order: int) -> tuple[File, str]:
+def _open_any_draft(stored: Memory | Disk | Remote, max_order: int) -> tuple[File, str]:
     """As `open`, for earlier drafts too."""
     start = bytes(stored.view(0, min(PROLOGUE_NBYTES, stored.nbytes)))
     prologue = parse_prologue(start, stored.nbytes)

@@ -26,6 +26,7 @@ from rsv_format.header import TransformEntry, parse_json
 from rsv_format.layout import align
 from rsv_format.limits import MAX_HEADER_NBYTES, MAX_IN_FEATURES, MAX_NAME, MAX_OUT_FEATURES, PAGE, USUAL_ORDER
 from rsv_format.packing import pack
+from rsv_format.remote import Remote
 from rsv_format.rotation import Transform
 from rsv_format.stored import Disk, Memory, Source, stored_bytes
 from rsv_format.writer import LayerData, diagonal_entry, factor_entry
@@ -91,8 +92,8 @@ class Reservoir:
         io_error, bad_magic, source_unsupported, source_invalid, over_limit.
     """
 
-    def __init__(self, source: Source | Memory | Disk, *, max_order: int = USUAL_ORDER) -> None:
-        self._stored: Memory | Disk = stored_bytes(source, mmap=False)
+    def __init__(self, source: Source | Memory | Disk | Remote, *, max_order: int = USUAL_ORDER) -> None:
+        self._stored: Memory | Disk | Remote = stored_bytes(source, mmap=False)
         start = bytes(self._stored.view(0, min(_START.size, self._stored.nbytes)))
         if start[:4] != MAGIC:
             raise RsvError("bad_magic", "magic", "not a VQRS file")

@@ -95,7 +95,7 @@ def test_what_declares_the_format_is_imported_in_one_place(package: str, module:
 LAYERS = [
     {"errors": set(), "limits": set(), "version": set()},
     {"locks": set(), "panics": set(), "scratch": {"locks"}, "replaceable": set(), "outputs": {"locks", "replaceable"}},
-    {"layout": set(), "householder": set(), "threads": set(), "decoder": {"threads"}},
+    {"remote": set(), "layout": set(), "householder": set(), "threads": set(), "decoder": {"threads"}},
     {"packing": set(), "codebook": set(), "rotation": set(), "dtypes": set(), "stored": set(), "tables": set()},
     {"header": set(), "payload": set(), "roles": set()},
     {"validate": set(), "canonical": set()},
