@@ -274,3 +274,28 @@ def test_the_id_of_the_specification(tmp_path: Path) -> None:
     scope: dict[str, Any] = {"json": json, "hashlib": hashlib}
     exec(text[start : text.index("```", start)], scope)
     assert len(headers) > 1 and {scope["set_id"](headers)} == {x["extensions"]["set"]["id"] for x in headers}
+
+
+def test_mlx_takes_sets(made: tuple[Path, list[Path]]) -> None:
+    mx = pytest.importorskip("mlx.core")
+    import mlx.nn as nn
+
+    import rsv_mlx
+
+    class Block(nn.Module):
+        def __init__(self, dim: int) -> None:
+            super().__init__()
+            self.up = nn.Linear(dim, 128, bias=False)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = [Block(96 + 32 * (i % 2)) for i in range(6)]
+
+    of_file, of_set, x = Model(), Model(), mx.arange(96).astype(mx.float32)
+    rsv_mlx.graft(of_file, made[0], strict=False)
+    report = rsv_mlx.graft(of_set, made[1][2], strict=False)
+    assert report.layers == 6
+    for a, b in zip(of_file.blocks, of_set.blocks, strict=True):
+        assert mx.array_equal(a.up.dequantize(), b.up.dequantize())
+    assert mx.array_equal(of_file.blocks[0].up(x), of_set.blocks[0].up(x))
