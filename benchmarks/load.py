@@ -39,6 +39,7 @@ QWEN = {
 LINEAR, WHOLE, SMOLLM2 = "Qwen2.5-0.5B shape, 168 linear layers", "Qwen2.5-0.5B shape, whole", "SmolLM2-135M"
 PEER_BLOCKS = 1  # of 24: the peer takes minutes per block
 ROUNDS = 7  # in another order each: memory that the one before gave back is not equally warm for all
+CODEBOOKS = ("lloyd-max", "uniform", "trellis")
 OURS, AFFINE, FLOOR = "rsv_mlx.load_model", "mlx_lm.utils.load_model, affine 4 bits", "floor: mx.load of as many bytes"
 
 
@@ -337,7 +338,7 @@ def main() -> None:
             (WHOLE, folder / "whole", {"importance": "gains"}),
             (SMOLLM2, folder / "smollm2", {}),
         ):
-            files = {codebook: folder / f"{dense.name}-{codebook}.rsv" for codebook in ("lloyd-max", "uniform")}
+            files = {codebook: folder / f"{dense.name}-{codebook}.rsv" for codebook in CODEBOOKS}
             for codebook, path in files.items():
                 rsv_format.quantize(dense, path, codebook=codebook, **options)
             affine = folder / f"{dense.name}-affine"
