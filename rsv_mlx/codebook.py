@@ -32,7 +32,7 @@ _FEW_PAIRS = 64  # of a row and an expert: what a kernel reads for them is not m
 _FEW_ROWS = 16  # above, MLX's matrix product makes up for dense weights
 _LANES = 64  # partial sums at most that are added up last
 _CPU_CHUNK = 2**19  # bytes of float32 that live at a time: a CPU's second-level cache, and memory touched before
-_ROWS_CHUNK = 2**21  # the same where each operation is short
+_ROWS_CHUNK = 2**20  # the same where each operation is short
 _STACK_CHUNK = 2**23  # the same for the rows of a whole stack, or there would be too few of each matrix
 _GPU_CHUNK = 2**26  # on a GPU, enough to fill it
 
