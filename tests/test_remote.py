@@ -58,11 +58,11 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {start}-{stop}/{len(server.data)}")
         self.end_headers()
         for at in range(0, len(data) if body else 0, 2**14):
+            server.sent += len(data[at : at + 2**14])  # before who asked can look
             try:
                 self.wfile.write(data[at : at + 2**14])
             except OSError:
                 return
-            server.sent += len(data[at : at + 2**14])
 
 
 @pytest.fixture

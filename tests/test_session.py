@@ -121,6 +121,7 @@ LATE = """
 import signal, sys
 from rsv_cli.session import session
 from rsv_format import outputs
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
 with session():
     with outputs.Output(sys.argv[1]) as output:
         outputs.write_all(output.open(), b"whole")
