@@ -39,6 +39,7 @@ bench: .venv-bench/ready
 	.venv-bench/bin/python -m benchmarks.open
 	.venv-bench/bin/python -m benchmarks.quantize
 	.venv-bench/bin/python -m benchmarks.quality
+	.venv-bench/bin/python -m benchmarks.errors
 	.venv-bench/bin/python -m benchmarks.load
 	.venv-bench/bin/python -m benchmarks.start
 	.venv-bench/bin/python -m benchmarks.share

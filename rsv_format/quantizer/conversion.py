@@ -398,8 +398,8 @@ class Job:
         if output.unfinished is None:
             detail = "another run has left something there: --resume or --remove-leftovers"
             raise RsvError("bad_argument", unfinished_path(output.path), detail)
-        total = sum(prod(self._weight(name).shape) for name in self.layers)
-        done = total - sum(prod(self._weight(name).shape) for group in groups for name in group)
+        total = self._weights(self.layers)
+        done = total - sum(map(self._weights, groups))
         tokens = None if self.calibration is None else self.calibration.tokens
 
         def task(group: list[str], moment: Moment | None) -> Task:
@@ -411,7 +411,7 @@ class Job:
 
         def told(finished: Task) -> None:
             nonlocal done
-            done += sum(prod(self._weight(name).shape) for name in finished.group)
+            done += self._weights(finished.group)
             self.progress(done, total, finished.group[0])
 
         self.progress(done, total, "")
@@ -432,8 +432,8 @@ class Job:
 
     def layers_in_pieces(self, groups: list[list[str]]) -> Iterator[_Pieces]:
         """The layers of some groups, each to be taken, or left out, before the next one."""
-        total = sum(prod(self._weight(name).shape) for name in self.layers)
-        done = total - sum(prod(self._weight(name).shape) for group in groups for name in group)
+        total = self._weights(self.layers)
+        done = total - sum(map(self._weights, groups))
         for group, moment in zip(groups, self._moments(groups), strict=False):
             self.progress(done, total, group[0])
             importance = self.importance.get(group[0])
@@ -445,7 +445,7 @@ class Job:
                 known = spread_errors(moment, self.feedback.tokens, transform)
             for name in group:
                 yield _Pieces(name, transform, self._quantized(name, transform, known, done, total))
-                done += prod(self._weight(name).shape)
+                done += self._weights([name])
         self.progress(total, total, "")
 
     def header(self, layer_bits: Mapping[str, int]) -> Header:
@@ -554,7 +554,7 @@ class Job:
 
     def _limit(self, bits_per_weight: float) -> int:
         """Bytes that a budget allows."""
-        return int(bits_per_weight * sum(prod(self._weight(name).shape) for name in self.layers) / 8)
+        return int(bits_per_weight * self._weights(self.layers) / 8)
 
     def _demands(self) -> list[Demand]:
         """What every layer whose bits are not fixed does with bits."""
@@ -729,6 +729,10 @@ class Job:
 
     def _weight(self, name: str) -> SourceTensor:
         return self.source.tensors[f"{name}.weight"]
+
+    def _weights(self, names: Iterable[str]) -> int:
+        """How many the layers have."""
+        return sum(prod(self._weight(name).shape) for name in names)
 
     def _bias(self, name: str) -> SourceTensor | None:
         bias = self.source.tensors.get(f"{name}.bias")
