@@ -27,7 +27,7 @@ def cluster(address: str | None) -> Iterator[dict[str, Any]]:
     try:
         distributed: Any = importlib.import_module("distributed")
     except ImportError as e:
-        raise RsvError("missing_dependency", "distributed", f"{e}: pip install 'rsv-format[cluster]'") from e
+        raise RsvError.of_import(e, "distributed", "pip install 'rsv-format[cluster]'") from e
     try:
         client = distributed.Client(address, timeout=_SECONDS, set_as_default=False)
     except (OSError, ValueError, TypeError) as e:

@@ -29,7 +29,6 @@ FAILED, USAGE, PIPE_CLOSED = 1, 2, 141
 _TRACEBACK = "RSV_TRACEBACK"
 _LONGEST = 2000  # characters of a place or a detail on a terminal: both can come from a file
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
-_NO_MEMORY = ("allocate", "can't start new thread", "Resource temporarily unavailable")  # as MLX and threads say it
 _SHOW_CURSOR = "\x1b[?25h"
 
 _folders: list[Folder] = []  # temporary ones
@@ -52,23 +51,24 @@ def is_interrupt(e: KeyboardInterrupt) -> bool:
 def session(as_json: bool = False) -> Iterator[None]:
     """Around the body of a command; `as_json` puts an error on standard output as an object."""
     with _ending_well(), _stoppable():
-        from rsv_format.errors import RsvError  # brings numpy: not before a command runs
+        from rsv_format.errors import RsvError, is_out_of_memory  # brings numpy: not before a command runs
+        from rsv_format.panics import own_process
 
         try:
             try:
-                yield
+                with own_process():
+                    yield
                 sys.stdout.flush()
             except BrokenPipeError:
                 raise
-            except OSError as e:
-                raise RsvError("io_error", str(e.filename or "system"), e.strerror or str(e)) from e
-            except MemoryError as e:
-                raise RsvError("out_of_memory", "system", str(e) or "there is not enough for this") from e
             except (RsvError, typer.Exit, typer.Abort, typer.BadParameter):
                 raise
             except Exception as e:
-                if isinstance(e, RuntimeError) and any(words in str(e) for words in _NO_MEMORY):
-                    raise RsvError("out_of_memory", "system", str(e).strip().splitlines()[-1]) from e
+                if is_out_of_memory(e):
+                    said = str(e).strip().splitlines() or ["there is not enough for this"]
+                    raise RsvError("out_of_memory", "system", said[-1]) from e
+                if isinstance(e, OSError):
+                    raise RsvError("io_error", str(e.filename or "system"), e.strerror or str(e)) from e
                 if os.environ.get(_TRACEBACK):
                     raise
                 detail = f"{e} (a fault of rsv; {_TRACEBACK}=1 in the environment shows where)"
@@ -106,10 +106,8 @@ def mlx_module(name: str) -> Any:
 
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as e:
-        raise RsvError("missing_dependency", name, f"{e}: pip install 'rsv-format[mlx]'") from e
-    except ImportError as e:  # it is there: what it lacks is something else, as memory
-        raise RsvError("missing_dependency", name, str(e)) from e
+    except ImportError as e:
+        raise RsvError.of_import(e, name, "pip install 'rsv-format[mlx]'") from e
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import IO
 
 LONGEST = 2**28  # bytes; calibration and prompts want thousands
+_PIECE = 2**20  # bytes that are read at a time: what is asked for is allocated
 
 
 def read_text(path: Path) -> str:
@@ -30,10 +31,12 @@ def read_bytes(file: IO[bytes], where: str) -> bytes:
     """
     from rsv_format import RsvError
 
-    data = file.read(LONGEST + 1)
-    if len(data) > LONGEST:
-        raise RsvError("over_limit", where, f"a text of more than {LONGEST} bytes: give a part of it")
-    return data
+    data = bytearray()
+    while piece := file.read(_PIECE):
+        data += piece
+        if len(data) > LONGEST:
+            raise RsvError("over_limit", where, f"a text of more than {LONGEST} bytes: give a part of it")
+    return bytes(data)
 
 
 def read_line(file: IO[bytes], where: str) -> str:

@@ -23,7 +23,7 @@ What makes and compares files is imported when it is first asked for: to open on
 import typing as _typing
 from importlib import import_module as _import_module
 
-from rsv_format.errors import CODES, RsvError
+from rsv_format.errors import CODES, RsvError, is_out_of_memory
 from rsv_format.limits import PAGE
 from rsv_format.packing import pack, unpack
 from rsv_format.panics import quiet_panics
@@ -83,6 +83,7 @@ __all__ = [
     "evaluate_logits",
     "feedback_importance",
     "group_transform",
+    "is_out_of_memory",
     "layer_role",
     "merge",
     "open",

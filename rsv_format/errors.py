@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import re
+
 # The order of the phases is the order of the checks: the first failing one is reported.
 _BY_PHASE: dict[str, tuple[str, ...]] = {
     "framing": (
@@ -64,6 +67,17 @@ _BY_PHASE: dict[str, tuple[str, ...]] = {
 PHASES: tuple[str, ...] = tuple(_BY_PHASE)
 CODES: dict[str, str] = {code: phase for phase, codes in _BY_PHASE.items() for code in codes}
 
+# What is said for want of memory, or of room for a thread, by what raises something else than MemoryError: MLX and C++,
+# the loader of shared libraries (whose TLS block and noexec are other matters), Rust, Python's threads.
+_NO_MEMORY = re.compile(
+    r"bad_alloc|un ?able to allocate|cannot allocate(?! memory in static TLS)|failed to allocate|memory allocation|"
+    r"allocation failed|(?:out of|insufficient|not enough) memory|os error 12\b|"
+    r"failed to map segment from shared object(?!: (?:Operation not permitted|Permission denied))|"
+    r"can't start new thread|resource temporarily unavailable",
+    re.IGNORECASE,
+)
+_CHAIN = 8  # exceptions that were raised one for another
+
 
 class RsvError(ValueError):
     """Whatever is wrong with a file, a model or an input.
@@ -92,3 +106,37 @@ class RsvError(ValueError):
 
     def __str__(self) -> str:
         return f"{self.code} at {self.where}: {self.detail}"
+
+    @classmethod
+    def of_import(cls, error: ImportError, where: str, hint: str = "") -> RsvError:
+        """Of a failed import: out_of_memory if it is that, else missing_dependency.
+
+        Parameters
+        ----------
+        error : ImportError
+        where : str
+        hint : str
+            How to install what is not there at all.
+        """
+        if is_out_of_memory(error):
+            return cls("out_of_memory", where, str(error))
+        detail = str(error)
+        if isinstance(error, ModuleNotFoundError):
+            detail = f"{error.name or error} is not installed{hint and f': {hint}'}"
+        return cls("missing_dependency", where, detail)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it, or what it was raised for, is a want of memory, in whatever words a library has for that."""
+    for _ in range(_CHAIN):
+        number = getattr(error, "errno", None)
+        if isinstance(error, MemoryError) or number == errno.ENOMEM:
+            return True
+        own = isinstance(error, ValueError | TypeError | LookupError)  # whose text can be a file's
+        if number is None and not own and _NO_MEMORY.search(str(error)):
+            return True
+        below = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        if below is None:
+            break
+        error = below
+    return False

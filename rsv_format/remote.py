@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from rsv_format.errors import RsvError
+from rsv_format.errors import RsvError, is_out_of_memory
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _TRIES = 4
@@ -43,7 +43,7 @@ class Remote:
                 options["client_kwargs"] = {"timeout": ClientTimeout(sock_connect=_SILENCE, sock_read=_SILENCE)}
             self._fs, self._path = url_to_fs(url, use_listings_cache=False, **options)
         except ImportError as e:
-            raise RsvError("missing_dependency", url, f"{e}: pip install 'rsv-format[remote]'") from e
+            raise RsvError.of_import(e, url, "pip install 'rsv-format[remote]'") from e
         except ValueError as e:
             raise RsvError("io_error", url, str(e)) from e
         found = self._tried(lambda: self._fs.info(self._path))
@@ -96,8 +96,10 @@ class Remote:
                 detail = "the server gives no ranges: download the file" if "range" in str(e) else str(e)
                 raise RsvError("io_error", self._url, detail) from e
             except ImportError as e:
-                raise RsvError("missing_dependency", self._url, str(e)) from e
+                raise RsvError.of_import(e, self._url) from e
             except Exception as e:  # of whatever library reads from there
+                if is_out_of_memory(e):
+                    raise
                 reason = e.__cause__ or e  # fsspec's FileNotFoundError stands for any answer but a good one
                 if isinstance(e, FileNotFoundError) and getattr(reason, "status", 404) == 404:
                     raise RsvError("io_error", self._url, "there is no such file") from e

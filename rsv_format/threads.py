@@ -96,6 +96,6 @@ def _libraries() -> Any:
     """Those that have threads, None where it cannot be told."""
     try:
         from threadpoolctl import ThreadpoolController
-    except ImportError:
+    except ModuleNotFoundError:
         return None
     return ThreadpoolController()

@@ -27,7 +27,7 @@ def adapted(layer: Packed, r: int, dropout: float, scale: float) -> Module:
     try:
         lora: Any = importlib.import_module("mlx_lm.tuner.lora")
     except ImportError as e:
-        raise RsvError("missing_dependency", "mlx_lm.tuner", str(e)) from e
+        raise RsvError.of_import(e, "mlx_lm.tuner") from e
     if isinstance(layer, QuantizedEmbedding):
         made = _fusing(lora.LoRAEmbedding)(layer.output_dims, layer.input_dims, r, dropout, scale)
     elif isinstance(layer, QuantizedLinear):

@@ -21,7 +21,7 @@ import numpy as np
 
 import rsv_format
 from rsv_format import PAGE, RsvError
-from rsv_mlx.stream import WordReader
+from rsv_mlx.stream import WordReader, require_room
 
 _MAX_ELEMENTS = 2**31 - 1  # of an axis of an MLX array
 _TOGETHER = 2**24  # bytes read at once: enough for several threads, and still what malloc keeps and reuses
@@ -176,6 +176,7 @@ class _Read:
 
     def _copied(self, part: Part) -> mx.array:
         offset, dtype, shape = part
+        require_room(_nbytes(dtype, shape))
         array = mx.array(self.file.view(offset, dtype, shape))
         return array.view(_MLX_DTYPES[dtype]) if dtype in ("bf16", "bool") else array
 

@@ -14,7 +14,7 @@ from mlx.nn.layers.quantized import QuantizedEmbedding as AffineEmbedding
 from mlx.nn.layers.quantized import QuantizedLinear as AffineLinear
 from mlx.utils import tree_flatten
 
-from rsv_format import Layer, RsvError
+from rsv_format import Layer, RsvError, is_out_of_memory
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
 from rsv_mlx.packed import Packed, weight_dtype, weight_shape
@@ -233,7 +233,9 @@ def changed_when_loaded(model: Module, paths: Collection[str]) -> set[str]:
     before = _structure(model)
     try:
         results = model.sanitize({name: alias(array) for name, array in (own | stubs).items()})
-    except Exception:  # it is meant for checkpoints
+    except Exception as e:  # it is meant for checkpoints
+        if is_out_of_memory(e):
+            raise
         return set()
     finally:
         _restore(before)

@@ -25,6 +25,7 @@ from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
 from rsv_mlx.loading import load
 from rsv_mlx.packed import Packed, weight_shape
+from rsv_mlx.stream import require_room
 from rsv_mlx.switch import QuantizedSwitchLinear, is_switch
 from rsv_mlx.untrusted import (
     DATA,
@@ -147,7 +148,9 @@ def random_importance(model: Module, seed: int = 0) -> dict[str, NDArray[np.floa
         return {}
     try:
         counts = calibrate(model, rsv_format.random_tokens(rows, seed).tolist())
-    except Exception:  # a module may want anything but tokens
+    except Exception as e:  # a module may want anything but tokens
+        if rsv_format.is_out_of_memory(e):
+            raise
         return {}
     return {name: np.atleast_2d(sums).sum(axis=0) / seen.sum() for name, (sums, seen) in counts.items()}
 
@@ -307,7 +310,9 @@ def _from_source(source: Source) -> tuple[Module, Any]:
         model, config = skeleton(folder, {tensor.name: tensor.shape for tensor in source.tensors.values()})
         weights = {}
         for name, tensor in source.tensors.items():
-            array = mx.array(tensor.read())
+            values = tensor.read()
+            require_room(values.nbytes)
+            array = mx.array(values)
             weights[name] = array.view(mx.bfloat16) if tensor.dtype == "bf16" else array
         with library("unsupported_model", source.path):
             weights = model.sanitize(weights) if hasattr(model, "sanitize") else weights
@@ -329,6 +334,7 @@ def _from_folder(path: Path) -> tuple[Module, Any]:
             for name, array in mx.load(str(file)).items()  # type: ignore[union-attr]
         }  # no weight is read
         check_config(config_of(folder), shapes)
+        require_room(sum(file.stat().st_size for file in path.glob("model*.safetensors")))
         settings = _settings(path)
         model, config = mlx_lm_utils().load_model(path, lazy=True, model_config=settings, trust_remote_code=False)
         return model, tokenizer(folder, config)

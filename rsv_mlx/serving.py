@@ -76,7 +76,7 @@ class Server:
         try:
             theirs: Any = importlib.import_module("mlx_lm.server")
         except ImportError as e:
-            raise RsvError("missing_dependency", "mlx_lm.server", str(e)) from e
+            raise RsvError.of_import(e, "mlx_lm.server") from e
         arguments = SimpleNamespace(
             model=name, adapter_path=None, draft_model=None, trust_remote_code=False, chat_template="",
             use_default_chat_template=False, pipeline=False, **options,

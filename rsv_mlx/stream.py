@@ -15,14 +15,29 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 import rsv_format
-from rsv_format import RsvError
 
 _PIECE = 2**20  # bytes that a thread reads at a time
 _THREADS = 4  # also on fewer cores: most of them wait for the disk, if the file is cold
 _AHEAD = 2**30  # bytes that the system is asked for before they are read: the disk works while modules are built
 _AHEAD_STEP = 2**23
+_SPARE = 2**28  # bytes of address space that MLX's threads and a model's first tokens want besides its weights
+
+
+def require_room(nbytes: int) -> None:
+    """Whether MLX can have so many bytes and some to work with; it does not ask, and without them it crashes or hangs.
+
+    Raises
+    ------
+    MemoryError
+    """
+    try:
+        np.empty(nbytes + _SPARE, np.uint8)  # reserved, not used
+    except MemoryError:
+        need = f"{nbytes / 1e6:.0f} MB and {_SPARE / 1e6:.0f} MB to work with"
+        raise MemoryError(f"the process may not take {need}") from None
 
 
 class WordReader:
@@ -41,9 +56,10 @@ class WordReader:
         Raises
         ------
         RsvError
-            io_error, closed.
+            io_error, closed. MemoryError.
         """
         self._reach(end + _AHEAD)
+        require_room(end - start)
         stream = _Stream(self._fill, start, end - start)
         words: mx.array = mx.load(stream, format="safetensors", stream=mx.cpu)["words"]  # type: ignore
         mx.eval(words)
@@ -77,7 +93,7 @@ class _Stream:
         self._start = start - len(self._head)
         self._end = len(self._head) + nbytes
         self._at = threading.local()  # MLX may read from a thread of its own
-        self.error: RsvError | None = None  # kept: MLX's thread cannot raise it where it would be caught
+        self.error: BaseException | None = None  # kept: raised in MLX's thread it ends the process, or has it wait
 
     def readable(self) -> bool:
         return True
@@ -99,7 +115,7 @@ class _Stream:
         else:
             try:
                 self._fill(self._start + position, out)
-            except RsvError as e:
+            except BaseException as e:  # of a file, or no memory, no room for a thread
                 self.error = e
         self._at.position = position + len(out)
         return len(out)

@@ -21,7 +21,7 @@ from typing import Any
 
 from mlx.nn.layers.base import Module
 
-from rsv_format import RsvError, quiet_panics
+from rsv_format import RsvError, is_out_of_memory, quiet_panics
 from rsv_mlx import tokenizing
 from rsv_mlx.lean import import_mlx_lm
 
@@ -138,7 +138,9 @@ def _check_tokenizer_class(name: str, value: Any) -> None:
         return
     try:
         found = getattr(transformers, value, base) if isinstance(value, str) else None
-    except (ImportError, RuntimeError):  # made when it is asked for
+    except (ImportError, RuntimeError) as e:  # made when it is asked for
+        if is_out_of_memory(e):
+            raise MemoryError(reason(e)) from e
         found = None
     if not (isinstance(found, type) and issubclass(found, base)):
         raise RsvError("unsupported_model", name, f"tokenizer_class {value!r:.80} is no tokenizer")
@@ -289,8 +291,7 @@ def mlx_lm_utils() -> Any:
         import_mlx_lm()
         return importlib.import_module("mlx_lm.utils")
     except ImportError as e:
-        hint = ": pip install 'rsv-format[mlx]'" if isinstance(e, ModuleNotFoundError) else ""
-        raise RsvError("missing_dependency", "mlx_lm", f"{reason(e)}{hint}") from e
+        raise RsvError.of_import(e, "mlx_lm", "pip install 'rsv-format[mlx]'") from e
 
 
 @contextlib.contextmanager
@@ -301,15 +302,17 @@ def library(code: str, where: str) -> Iterator[None]:
     except (RsvError, MemoryError):
         raise
     except ImportError as e:
-        raise RsvError("missing_dependency", where, reason(e)) from e
+        raise RsvError.of_import(e, where) from e
     except OSError as e:
+        if is_out_of_memory(e):
+            raise MemoryError(reason(e)) from e
         raise RsvError(code if e.errno is None else "io_error", where, reason(e)) from e
     except SystemExit as e:  # mlx-lm's olmo, without its package
         raise RsvError("missing_dependency", where, "mlx-lm's code ends the program: a package is missing") from e
     except BaseException as e:
         if not isinstance(e, Exception) and type(e).__name__ != "PanicException":  # Rust's is no Exception
             raise
-        if isinstance(e, RuntimeError) and "allocate" in str(e):  # MLX's
+        if is_out_of_memory(e):
             raise MemoryError(reason(e)) from e
         raise RsvError(code, where, reason(e)) from e
 

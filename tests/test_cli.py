@@ -766,6 +766,7 @@ def test_files_of_another_kind_are_told(start: bytes, kind: str, tmp_path: Path)
     "raised, code",
     [
         (MemoryError("no room for 9 GB"), "out_of_memory"), (OSError(28, "full"), "io_error"),
+        (OSError(12, "Cannot allocate memory"), "out_of_memory"),
         (RuntimeError("[malloc] Unable to allocate 9"), "out_of_memory"),
         (KeyError("x"), "internal_error"), (RecursionError("deep"), "internal_error"),
     ],

@@ -20,8 +20,9 @@ from typer.testing import CliRunner
 import rsv_format
 from rsv_cli import adoption
 from rsv_cli.app import app
-from rsv_format import AttachmentData, LayerData, RsvError, TensorData
+from rsv_format import AttachmentData, LayerData, RsvError, TensorData, is_out_of_memory
 from rsv_format.scratch import abandoned
+from rsv_format.sources.base import reading
 
 mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
 tokenizers = pytest.importorskip("tokenizers")
@@ -343,9 +344,9 @@ def test_a_prompt_is_given_up_with_the_body(base: Path) -> None:
 def test_an_encoder_goes_on_after_a_limit_and_an_error(make: Make) -> None:
     template = "{% if messages[0].content == 'w3' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
     path = make({"chat_template.jinja": template.encode()})
-    with prompt.encoder(path, 0.5) as encoder:
+    with prompt.encoder(path, 4) as encoder:  # to load the tokenizer takes one
         for _ in range(2):
-            with pytest.raises(RsvError, match="over_limit at prompt: .*0.5 s"):
+            with pytest.raises(RsvError, match="over_limit at prompt: .*4 s"):
                 encoder.chat([{"role": "user", "content": "w3"}])
             assert encoder.chat([{"role": "user", "content": "w1 w2"}], tokenize=True, odd=None) == [1, 2]
         first = encoder._process
@@ -354,6 +355,56 @@ def test_an_encoder_goes_on_after_a_limit_and_an_error(make: Make) -> None:
         with pytest.raises(RsvError, match="bad_argument at prompt: it is no JSON"):
             encoder.chat([{"role": "user", "content": object()}])
         assert encoder.text("w1", add_special_tokens=False) == [1] and encoder._process is first
+
+
+def caused(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        MemoryError("Unable to allocate 9 GiB for an array"), MemoryError(), RuntimeError("std::bad_alloc"),
+        RuntimeError("[malloc_or_wait] Unable to allocate 9 bytes."), RuntimeError("can't start new thread"),
+        OSError(12, "Cannot allocate memory"), RuntimeError("Resource temporarily unavailable"),
+        ImportError("libx.so: failed to map segment from shared object"),
+        ImportError("libx.so: cannot allocate memory for program header: Cannot allocate memory"),
+        Exception("Cannot allocate memory (os error 12)"), caused(RuntimeError("x"), MemoryError()),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_libraries_that_lack_memory(raised: Exception) -> None:
+    assert is_out_of_memory(raised)
+    with pytest.raises((MemoryError, RsvError)) as caught, library("unsupported_model", "x"):
+        raise raised
+    assert getattr(caught.value, "code", "out_of_memory") == "out_of_memory"
+    with pytest.raises((MemoryError, RsvError)) as caught, reading("x"):
+        raise raised
+    assert getattr(caught.value, "code", "out_of_memory") == "out_of_memory"
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        ImportError("libgomp: cannot allocate memory in static TLS block"), ModuleNotFoundError("No module named 'x'"),
+        ImportError("libx.so: failed to map segment from shared object: Operation not permitted"),
+        ValueError("out of memory, says the template"), KeyError("bad_alloc"), OSError(28, "No space left on device"),
+        BlockingIOError(11, "Resource temporarily unavailable"), caused(RuntimeError("x"), KeyError("y")),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_libraries_that_lack_something_else(raised: Exception) -> None:
+    assert not is_out_of_memory(raised)
+    with pytest.raises(RsvError) as caught, library("unsupported_model", "x"):
+        raise raised
+    assert caught.value.code != "out_of_memory"
+
+
+def test_no_room_for_mlx(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rsv_mlx.stream._SPARE", 2**60)
+    with pytest.raises(MemoryError, match="the process may not take 0 MB and"):
+        rsv_mlx.load(base)
 
 
 def test_errors_of_libraries() -> None:

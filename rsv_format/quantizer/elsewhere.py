@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from rsv_format.errors import RsvError
+from rsv_format.errors import RsvError, is_out_of_memory
 from rsv_format.outputs import Shared
 from rsv_format.quantizer.options import Progress, QuantizeOptions
 from rsv_format.quantizer.unfinished import Facts, Journal
@@ -117,6 +117,8 @@ def _done(waiting: dict[Future[Digests], Task], told: Callable[[Task], None]) ->
         except RsvError:
             raise
         except (Exception, CancelledError) as e:  # executors have types of their own for lost workers
+            if is_out_of_memory(e):
+                raise MemoryError(f"in the worker of {task.group[0]}: {e}") from e
             detail = f"{task.group[0]} was not quantized, {type(e).__name__}: {e}"
             raise RsvError("io_error", "workers", detail) from e
         told(task)

@@ -287,7 +287,7 @@ def encode_text(source: Source, text: str) -> tuple[list[int], int | None]:
     try:
         from tokenizers import Tokenizer
     except ImportError as e:
-        raise RsvError("missing_dependency", "tokenizers", f"{e}: pip install 'rsv-format[sources]'") from e
+        raise RsvError.of_import(e, "tokenizers", "pip install 'rsv-format[sources]'") from e
     with reading("tokenizer.json"), quiet_panics():
         tokenizer = Tokenizer.from_str(attached[1].decode())
         begin = tokenizer.encode("").ids

@@ -111,7 +111,7 @@ def kernels() -> ModuleType:
     try:
         from rsv_format.quantizer import viterbi
     except ImportError as e:
-        raise RsvError("missing_dependency", "trellis", f"{e}: pip install 'rsv-format[quantize]'") from e
+        raise RsvError.of_import(e, "trellis", "pip install 'rsv-format[quantize]'") from e
     return viterbi
 
 

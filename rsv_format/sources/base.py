@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rsv_format.dtypes import NUMPY_DTYPE, to_bfloat16, to_float32
-from rsv_format.errors import RsvError
+from rsv_format.errors import RsvError, is_out_of_memory
 from rsv_format.panics import is_panic
 from rsv_format.roles import Role, tensor_role
 
@@ -340,11 +340,7 @@ def library(name: str, where: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        detail = f"{error}"  # it is there: what it lacks is something else, as memory
-        if isinstance(error, ModuleNotFoundError):
-            missing = error.name or name
-            detail = f"{missing} is not installed: pip install 'rsv-format[sources]'"
-        raise RsvError("missing_dependency", where, detail) from error
+        raise RsvError.of_import(error, where, "pip install 'rsv-format[sources]'") from error
 
 
 @contextmanager
@@ -355,10 +351,14 @@ def reading(where: str) -> Iterator[None]:
     except (RsvError, MemoryError):
         raise
     except OSError as error:
+        if is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
         raise RsvError("io_error", where, error.strerror or str(error)) from error
     except BaseException as error:  # the readers promise no exception type for malformed input
         if not isinstance(error, Exception) and not is_panic(error):
             raise
+        if is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
         said = " ".join(str(error).split())
         said = said if len(said) <= _LONGEST_REASON else f"{said[:_LONGEST_REASON]}..."
         raise RsvError("source_invalid", where, f"{type(error).__name__}: {said}") from error

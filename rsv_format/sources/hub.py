@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rsv_format.errors import RsvError
+from rsv_format.errors import RsvError, is_out_of_memory
 from rsv_format.sources.attachments import ATTACHED
 from rsv_format.sources.base import library
 
@@ -40,6 +40,8 @@ def download(spec: str) -> tuple[str, Path]:
     try:
         return spec, Path(hub.snapshot_download(spec, revision=_asked(hub, spec, revision), **wanted))
     except Exception as error:  # the hub's own errors, and those of the HTTP client below it
+        if is_out_of_memory(error):
+            raise MemoryError(str(error)) from error
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, TimeoutError) or "Timeout" in type(error).__name__:
             reason = f"the hub does not answer within {_SECONDS} s"
