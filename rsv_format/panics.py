@@ -12,6 +12,7 @@ from collections.abc import Iterator
 _STANDARD_ERROR = 2
 _PANIC = re.compile(rb"\n?thread '[^\n]* panicked at .*?\nnote: [^\n]*\n", re.DOTALL)
 _one = threading.RLock()  # of two threads one would keep the other's file
+_owned = False  # whether the process is ours, and so its standard error
 
 
 def is_panic(error: BaseException) -> bool:
@@ -20,11 +21,26 @@ def is_panic(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
+def own_process() -> Iterator[None]:
+    """While the body runs, the process is ours, as that of a command."""
+    global _owned
+    before, _owned = _owned, True
+    try:
+        yield
+    finally:
+        _owned = before
+
+
+@contextlib.contextmanager
 def quiet_panics() -> Iterator[None]:
-    """While the body runs, standard error is held back; what a panic says is dropped, since the exception says as much.
+    """While the body runs in a process of ours, standard error is held back; what a panic says is dropped, since the
+    exception says as much. In others, where threads of any kind print and start processes, nothing is held back.
 
     What other threads print meanwhile comes after it; what processes that they start print goes nowhere.
     """
+    if not _owned:
+        yield
+        return
     with _one:
         try:
             kept, own = tempfile.TemporaryFile(), os.dup(_STANDARD_ERROR)  # noqa: SIM115

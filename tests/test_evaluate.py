@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 import rsv_format
 from rsv_cli.app import app
 from rsv_format import RsvError, evaluate, evaluate_logits, text_windows
+from rsv_format.panics import own_process
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -161,14 +162,27 @@ def test_a_tokenizer_that_panics_is_one_error(
     (other / "tokenizer.json").write_text(json.dumps(tree))
     with pytest.raises(RsvError, match="source_invalid at tokenizer.json: PanicException"):
         evaluate(other, file, text=TEXT)
-    rsv_mlx = pytest.importorskip("rsv_mlx", reason="MLX is not installed")
-    with pytest.raises(RsvError, match="unsupported_model at tokenizer: PanicException"):
-        rsv_mlx.evaluate(other, file, text=TEXT)
+    assert "panicked" in capfd.readouterr().err  # the process is not ours, nor its standard error
+    with own_process():
+        with pytest.raises(RsvError, match="source_invalid at tokenizer.json: PanicException"):
+            evaluate(other, file, text=TEXT)
+        rsv_mlx = pytest.importorskip("rsv_mlx", reason="MLX is not installed")
+        with pytest.raises(RsvError, match="unsupported_model at tokenizer: PanicException"):
+            rsv_mlx.evaluate(other, file, text=TEXT)
     assert capfd.readouterr().err == ""
 
 
+def test_standard_error_of_others_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    before = os.fstat(2).st_ino
+    with rsv_format.quiet_panics():
+        assert os.fstat(2).st_ino == before
+    with own_process(), rsv_format.quiet_panics():
+        assert os.fstat(2).st_ino != before
+    assert os.fstat(2).st_ino == before
+
+
 def test_what_is_printed_without_a_panic_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyError), rsv_format.quiet_panics():
+    with pytest.raises(KeyError), own_process(), rsv_format.quiet_panics():
         os.write(2, b"said")
         raise KeyError
     assert capfd.readouterr().err == "said"
@@ -177,7 +191,7 @@ def test_what_is_printed_without_a_panic_is_kept(capfd: pytest.CaptureFixture[st
 def test_of_a_panic_only_its_own_text_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
     panicked = type("PanicException", (BaseException,), {})
     words = b"one\n\nthread '<unnamed>' (7) panicked at src/a.rs:1:2:\nleft: 1\nright: 2\nnote: run with `RUST`\ntwo\n"
-    with pytest.raises(panicked), rsv_format.quiet_panics():
+    with pytest.raises(panicked), own_process(), rsv_format.quiet_panics():
         os.write(2, words)
         raise panicked
     assert capfd.readouterr().err == "one\ntwo\n"
