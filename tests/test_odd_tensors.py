@@ -26,6 +26,13 @@ def test_names(tmp_path: Path, name: str) -> None:
     assert not (tmp_path / "m.rsv").exists()
 
 
+def test_axes(tmp_path: Path) -> None:
+    refuses("source_unsupported", lambda: quantize(tmp_path, {"mask": np.zeros((1,) * 9, np.float32)}), "mask")
+    quantize(tmp_path, {"mask": np.zeros((1,) * 8, np.float32)})
+    with rsv_format.open(tmp_path / "m.rsv") as file:
+        assert file.tensors["mask"].array.shape == (1,) * 8
+
+
 @pytest.mark.parametrize(
     "bias", [np.zeros(32), np.zeros((1, 32), np.float32), np.zeros(31, np.float32), np.zeros(32, np.int32)]
 )

@@ -32,7 +32,7 @@ from rsv_format.header import (
     replace,
 )
 from rsv_format.layout import BIAS_DTYPES
-from rsv_format.limits import MAX_NAME
+from rsv_format.limits import MAX_NAME, MAX_RANK
 from rsv_format.outputs import Output, check, unfinished_path
 from rsv_format.quantizer.budget import LEVELS, Demand, quantized_nbytes, spend, weighted_error
 from rsv_format.quantizer.calibration import DecoderCalibration, block_of
@@ -303,6 +303,8 @@ class Job:
             if not 1 <= len(name) <= MAX_NAME or any(c < " " or c == "\x7f" for c in name):
                 detail = f"no tensor of a file can have this name: 1 to {MAX_NAME} characters, no control characters"
                 raise RsvError("source_unsupported", repr(name)[:80], detail)
+            if len(shape := self.source.tensors[name].shape) > MAX_RANK:
+                raise RsvError("source_unsupported", name, f"no tensor of a file has {len(shape)} axes: {MAX_RANK} at most")
         # sorted, so that the result does not depend on the order of the source
         names = sorted(name.removesuffix(".weight") for name in self.source.tensors if self.source.is_linear(name))
         tables = self._table_bits()
