@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import copy
 import hashlib
 import json
 import shlex
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,79 +37,133 @@ def canonical(tree: Any) -> bytes:
     return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
 
 
-def a_file(
-    tensors: dict[str, bytes], attachments: dict[str, bytes], metadata: dict[str, str], extensions: dict[str, Any]
-) -> tuple[bytes, dict[str, Any]]:
-    """A file without layers, and its header."""
-
-    def digest(data: bytes) -> str:
-        return hashlib.sha256(data).hexdigest()
-
-    header = {
-        "codebooks": [], "transforms": [], "layers": [], "requires": [],
-        "tensors": [
-            {"name": name, "dtype": "u8", "shape": [len(data)], "sha256": digest(data)}
-            for name, data in sorted(tensors.items())
-        ],
-        "attachments": [
-            {"name": name, "media_type": "text/plain", "nbytes": len(data), "sha256": digest(data)}
-            for name, data in sorted(attachments.items())
-        ],
-        "metadata": metadata, "extensions": extensions,
-    }  # fmt: skip
-    text, body = canonical(header), b""
-    start = 64 + len(text)
-    for data in [*(x for _, x in sorted(tensors.items())), *(x for _, x in sorted(attachments.items()))]:
-        body = body.ljust(align(start + len(body), 64) - start, b"\0") + data
-    nbytes = align(start + len(body), 16384)
-    prologue = struct.pack("<8sHHIQQ", b"\x89RSV\r\n\x1a\n", 1, 0, 0, len(text), nbytes)
-    file = prologue + hashlib.sha256(prologue + text).digest() + text + body
-    return file.ljust(nbytes, b"\0"), header
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
-def a_set(salt: str = "", note: bool = True) -> tuple[Files, bytes]:
-    """Shards by their names, and the file that holds the same."""
-    content = {f"{salt}{kind}.{i}": kind.encode() * (100 + i) for kind in "ab" for i in range(COUNT)}
-    named = sorted(content)
-    spread = [{name: content[name] for name in named[2 * i : 2 * i + 2]} for i in range(COUNT)]
+@dataclass
+class Layer:
+    """Two rows of 8 codes of 1 bit."""
+
+    centroids: bytes
+    signs: bytes | None
+    data: bytes
+
+
+@dataclass
+class Content:
+    """What one file holds."""
+
+    layers: dict[str, Layer]
+    tensors: dict[str, bytes]
+    attachments: dict[str, bytes] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    extensions: dict[str, Any] = field(default_factory=dict)
+
+    def header(self) -> tuple[dict[str, Any], list[bytes]]:
+        """By the rules of section 11, and the blobs in walk order."""
+        layers = sorted(self.layers.items())
+        books = list(dict.fromkeys(x.centroids for _, x in layers))
+        signs = list(dict.fromkeys(x.signs for _, x in layers if x.signs is not None))
+        tensors, attachments = sorted(self.tensors.items()), sorted(self.attachments.items())
+        header = {
+            "codebooks": [{"bits": 1, "window": 1, "sha256": digest(x)} for x in books],
+            "transforms": [
+                {"dim": 8, "hadamard": 8, "diagonal": {"kind": "signs", "sha256": digest(x)}, "factor": None}
+                for x in signs
+            ],
+            "layers": [
+                {
+                    "name": name, "in_features": 8, "out_features": 2, "stack": 1, "bias": None,
+                    "codebook": books.index(x.centroids), "sha256": digest(x.data),
+                    "transform": None if x.signs is None else signs.index(x.signs),
+                }
+                for name, x in layers
+            ],
+            "tensors": [{"name": name, "dtype": "u8", "shape": [len(x)], "sha256": digest(x)} for name, x in tensors],
+            "attachments": [
+                {"name": name, "media_type": "text/plain", "nbytes": len(x), "sha256": digest(x)}
+                for name, x in attachments
+            ],
+            "metadata": self.metadata, "requires": [], "extensions": self.extensions,
+        }  # fmt: skip
+        return header, [
+            *books,
+            *signs,
+            *(x.data for _, x in layers),
+            *(x for _, x in tensors),
+            *(x for _, x in attachments),
+        ]
+
+    def file(self) -> bytes:
+        header, blobs = self.header()
+        text = canonical(header)
+        file = bytes(64) + text
+        for blob in blobs:
+            file = file.ljust(align(len(file), 64), b"\0") + blob
+        file = file.ljust(align(len(file), 16384), b"\0")
+        prologue = struct.pack("<8sHHIQQ", b"\x89RSV\r\n\x1a\n", 1, 0, 0, len(text), len(file))
+        return prologue + hashlib.sha256(prologue + text).digest() + file[64:]
+
+
+def a_layer(centroids: tuple[float, float], signs: int | None, k: int) -> Layer:
+    codes = struct.pack("<II", 0x5A ^ k, 0x0F ^ k).ljust(64, b"\0")
+    data = codes + struct.pack("<ff", 1 + k, 0.5)
+    return Layer(struct.pack("<ff", *centroids), None if signs is None else bytes([signs]), data)
+
+
+def a_set(salt: str = "", note: bool = True) -> tuple[list[Content], Content]:
+    """The shards, and the file that holds the same.
+
+    Codebooks and transforms are in several shards, and come in another order there than in the whole.
+    """
+    tensors = {f"{salt}{kind}.{i}": kind.encode() * (100 + i) for kind in "ab" for i in range(COUNT)}
+    wide, narrow = (-1.0, 1.0), (-0.5, 0.5)
+    layers = {
+        f"{salt}m.0": a_layer(wide, 0x96, 0),
+        f"{salt}m.1": a_layer(narrow, None, 1),
+        f"{salt}m.2": a_layer(narrow, 0x3C, 2),
+        f"{salt}m.3": a_layer(wide, 0x96, 3),
+    }
     attachments, metadata = {"notes.txt": b"attached"}, {"name": f"set {salt}"}
     others: dict[str, Any] = {"org.example.note": [1]} if note else {}
-    whole, header = a_file(content, attachments, metadata, others)
-    id = hashlib.sha256(canonical(header)).hexdigest()
-    files = {}
-    for i, tensors in enumerate(spread):
-        extensions = {**(others if i == 0 else {}), "set": {"id": id, "count": COUNT, "position": i}}
-        files[name(i)] = a_file(tensors, attachments if i == 0 else {}, metadata, extensions)[0]
-    return files, whole
+    whole = Content(layers, tensors, attachments, metadata, others)
+    id, named = hashlib.sha256(canonical(whole.header()[0])).hexdigest(), sorted(tensors)
+    shards = []
+    for i, held in enumerate(("1", "20", "3")):  # the numbers of the layers
+        shard = Content(
+            {f"{salt}m.{k}": layers[f"{salt}m.{k}"] for k in held}, {k: tensors[k] for k in named[2 * i : 2 * i + 2]}
+        )
+        shard.metadata = dict(metadata)
+        shard.extensions = {**(others if i == 0 else {}), "set": {"id": id, "count": COUNT, "position": i}}
+        shard.attachments = attachments if i == 0 else {}
+        shards.append(shard)
+    return shards, whole
 
 
 def name(position: int) -> str:
     return f"model-{position + 1:05d}-of-{COUNT:05d}.rsv"
 
 
-def changed(file: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """A file with another header; its blobs must not be touched by the change."""
-    length = struct.unpack_from("<Q", file, 16)[0]
-    header = json.loads(file[64 : 64 + length])
-    offset, blobs = align(64 + length, 64), {}
-    for kind in ("tensors", "attachments"):
-        for entry in header[kind]:
-            nbytes = entry["shape"][0] if kind == "tensors" else entry["nbytes"]
-            blobs[kind, entry["name"]] = file[offset : offset + nbytes]
-            offset = align(offset + nbytes, 64)
-    change(header)
-    of = {kind: {x["name"]: blobs[kind, x["name"]] for x in header[kind]} for kind in ("tensors", "attachments")}
-    return a_file(of["tensors"], of["attachments"], header["metadata"], header["extensions"])[0]
+def named(shards: list[Content]) -> Files:
+    return {name(i): shard.file() for i, shard in enumerate(shards)}
 
 
 def cases() -> list[tuple[str, str, Files, str, str | bytes]]:
     """Id, rule, files, which one is given, and the code to refuse it with or the file to make of it."""
-    files, whole = a_set()
-    foreign, _ = a_set("x.")
+    shards, content = a_set()
+    files, whole = named(shards), content.file()
+    foreign = named(a_set("x.")[0])
+    plain, plain_whole = a_set(note=False)
     first, second, third = (name(i) for i in range(COUNT))
+    odd = copy.deepcopy(content)
+    odd.extensions["set"] = {"id": "0" * 64, "count": 1, "position": 1}
+    recoded = {"m.2": a_layer((-2.0, 2.0), 0x3C, 2)}
 
-    def spoilt(change: Callable[[dict[str, Any]], object]) -> Files:
-        return files | {second: changed(files[second], change)}
+    def spoilt(change: Callable[[Content], object]) -> Files:
+        shard = copy.deepcopy(shards[1])
+        change(shard)
+        return files | {second: shard.file()}
 
     def without(*names: str) -> Files:
         return {key: data for key, data in files.items() if key not in names}
@@ -116,18 +172,24 @@ def cases() -> list[tuple[str, str, Files, str, str | bytes]]:
     return [
         ("whole", "RSV-915", files, first, whole),
         ("by-the-last", "RSV-911", files, third, whole),
-        ("no-extensions", "RSV-915", a_set(note=False)[0], first, a_set(note=False)[1]),
+        ("no-extensions", "RSV-915", named(plain), first, plain_whole.file()),
         ("a-file-alone", "RSV-910", {"model.rsv": whole}, "model.rsv", whole),
         ("first-missing", "RSV-913", without(first), second, "missing_shard"),
         ("last-missing", "RSV-913", without(third), first, "missing_shard"),
         ("another-set", "RSV-912", files | {second: foreign[second]}, first, other),
-        ("no-shard", "RSV-912", spoilt(lambda h: h["extensions"].clear()), first, other),
-        ("a-member-more", "RSV-910", spoilt(lambda h: h["extensions"]["set"].update(more=1)), first, other),
+        ("no-shard", "RSV-912", spoilt(lambda x: x.extensions.clear()), first, other),
+        ("a-member-more", "RSV-910", spoilt(lambda x: x.extensions["set"].update(more=1)), first, other),
         ("doubled", "RSV-912", files | {second: files[third]}, first, other),
-        ("another-count", "RSV-912", spoilt(lambda h: h["extensions"]["set"].update(count=4)), first, other),
-        ("metadata", "RSV-914", spoilt(lambda h: h["metadata"].update(name="other")), first, "set_mismatch"),
-        ("extension-twice", "RSV-914", spoilt(lambda h: h["extensions"].update(more=1)), first, "set_mismatch"),
-        ("a-tensor-less", "RSV-915", spoilt(lambda h: h["tensors"].pop()), first, "set_mismatch"),
+        ("exchanged", "RSV-912", files | {second: files[third], third: files[second]}, first, other),
+        ("odd-alone", "RSV-910", {"model.rsv": odd.file()}, "model.rsv", other),
+        ("another-count", "RSV-912", spoilt(lambda x: x.extensions["set"].update(count=4)), first, other),
+        ("metadata", "RSV-914", spoilt(lambda x: x.metadata.update(name="other")), first, "set_mismatch"),
+        ("extension-twice", "RSV-914", spoilt(lambda x: x.extensions.update(more=1)), first, "set_mismatch"),
+        ("attachment-behind", "RSV-914", spoilt(lambda x: x.attachments.update(more=b"1")), first, "set_mismatch"),
+        ("tensor-twice", "RSV-914", spoilt(lambda x: x.tensors.update({"a.0": b"a"})), first, "set_mismatch"),
+        ("name-claimed", "RSV-914", spoilt(lambda x: x.tensors.update({"m.3.bias": b"a"})), first, "set_mismatch"),
+        ("a-tensor-less", "RSV-915", spoilt(lambda x: x.tensors.popitem()), first, "set_mismatch"),
+        ("another-codebook", "RSV-915", spoilt(lambda x: x.layers.update(recoded)), first, "set_mismatch"),
     ]  # fmt: skip
 
 

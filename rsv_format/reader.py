@@ -88,21 +88,20 @@ def _open_whole(path: str, mmap: bool, max_order: int | None) -> File:
 
 def _open_set(names: list[str], mmap: bool, max_order: int | None) -> File:
     """A set by the paths of its shards; a file that is no shard, if it is alone."""
-    files, missing = [], []
+    there: dict[str, File] = {}
     for name in names:
         try:
-            files.append(_open_one(name, mmap, max_order))
+            there[name] = _open_one(name, mmap, max_order)
         except RsvError as e:
             if not isinstance(e.__cause__, FileNotFoundError):
                 raise RsvError(e.code, f"{name}, {e.where}", e.detail) from e
-            missing.append(name)
-    if missing:
-        few = ", ".join(missing[:10]) + ", ..." * (len(missing) > 10)
-        raise RsvError("missing_shard", missing[0], f"{len(missing)} of {len(names)} shards are not there: {few}")
+    if not there:
+        raise RsvError("missing_shard", names[0], "it is not there, nor is another shard")
+    files = list(there.values())
     headers = [file.header for file in files]
-    if len(files) == 1 and membership(headers[0]) is None:
+    if len(files) == len(names) == 1 and membership(headers[0]) is None:
         return files[0]
-    shards = [files[i] for i in check_members(names, headers)]
+    shards = [files[i] for i in check_members(list(there), headers)]
     whole = joined_header([shard.header for shard in shards])
     member = membership(shards[0].header)
     assert member is not None

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 
 from rsv_format.canonical import arrange
 from rsv_format.errors import RsvError
-from rsv_format.header import Header, build_header, replace
-from rsv_format.limits import MAX_SHARDS
-from rsv_format.validate import check_references
+from rsv_format.header import Header, build_header, parse_header, replace
+from rsv_format.limits import MAX_HEADER_NBYTES, MAX_SHARDS
+from rsv_format.validate import check_references, walk
 
 EXTENSION = "set"
 _ID = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"(?s)(.*-)([0-9]{5})(-of-)([0-9]{5})((?:\.[^/]*)?)")
+_NAME = re.compile(r"(?s)((?:.*/)?[^/]+-)([0-9]{5})-of-([0-9]{5})\.rsv")
 _T = TypeVar("_T")
 
 
@@ -38,20 +38,30 @@ class Membership:
 
 
 def membership(header: Header) -> Membership | None:
-    """What a header says of a set, if it has the form of RSV-910."""
-    found = header.extensions.get(EXTENSION)
-    if not isinstance(found, dict) or found.keys() != {"id", "count", "position"}:
+    """What a header says of a set; None if that is nothing.
+
+    Raises
+    ------
+    RsvError
+        foreign_shard: what it says has not the form of RSV-910.
+    """
+    if EXTENSION not in header.extensions:
         return None
-    id, count, position = found["id"], found["count"], found["position"]
-    if type(count) is not int or type(position) is not int or not isinstance(id, str) or not _ID.fullmatch(id):
-        return None
-    return Membership(id, count, position) if 0 <= position < count <= MAX_SHARDS else None
+    match header.extensions[EXTENSION]:
+        case {"id": str(id), "count": int(count), "position": int(position), **rest} if (
+            not rest
+            and _ID.fullmatch(id)
+            and bool not in (type(count), type(position))
+            and 0 <= position < count <= MAX_SHARDS
+        ):
+            return Membership(id, count, position)
+    detail = "it is not an id of 64 hexadecimal digits, a count and a position below it, and nothing else"
+    raise RsvError("foreign_shard", f"/extensions/{EXTENSION}", detail)
 
 
 def shard_name(path: str, count: int, position: int) -> str:
-    """The path of a shard of what would be at a path: "a/model.rsv" -> "a/model-00002-of-00003.rsv"."""
-    stem, suffix = (path[: -len(".rsv")], ".rsv") if path.endswith(".rsv") else (path, "")
-    return f"{stem}-{position + 1:05d}-of-{count:05d}{suffix}"
+    """The path of a shard of what would be at a path: "a/model.rsv" -> "a/model-00002-of-00003.rsv" (RSV-911)."""
+    return f"{path.removesuffix('.rsv')}-{position + 1:05d}-of-{count:05d}.rsv"
 
 
 def sibling_names(path: str, member: Membership) -> list[str]:
@@ -66,10 +76,27 @@ def sibling_names(path: str, member: Membership) -> list[str]:
     if name is None:
         detail = f"it is {member}: the others are found if it is named NAME-{member.position + 1:05d}-of-"
         raise RsvError("foreign_shard", path, f"{detail}{member.count:05d}.rsv (alone=True opens it by itself)")
-    start, position, of, count, suffix = name.groups()
-    if (int(position) - 1, int(count)) != (member.position, member.count):
+    _check_name(path, member)
+    return [f"{name[1]}{i + 1:05d}-of-{name[3]}.rsv" for i in range(member.count)]
+
+
+def _check_name(path: str, member: Membership) -> None:
+    """Refuse a shard whose name tells another position or count than it does (RSV-912)."""
+    name = _NAME.fullmatch(path)
+    if name is not None and (int(name[2]) - 1, int(name[3])) != (member.position, member.count):
         raise RsvError("foreign_shard", path, f"its header says that it is {member}")
-    return [f"{start}{i + 1:05d}{of}{count}{suffix}" for i in range(member.count)]
+
+
+def _member(name: str, header: Header) -> Membership:
+    """What a file says of a set, under its name."""
+    try:
+        member = membership(header)
+    except RsvError as e:
+        raise RsvError(e.code, f"{name}, {e.where}", e.detail) from None
+    if member is None:
+        raise RsvError("foreign_shard", name, "it does not say that it is a shard of a set")
+    _check_name(name, member)
+    return member
 
 
 def check_members(names: Sequence[str], headers: Sequence[Header]) -> list[int]:
@@ -78,25 +105,24 @@ def check_members(names: Sequence[str], headers: Sequence[Header]) -> list[int]:
     Raises
     ------
     RsvError
-        foreign_shard: a file that is no shard, of another set, or at a position that is taken; missing_shard.
+        foreign_shard: a file that is no shard, of another set, named as another one, or at a position that is taken;
+        missing_shard.
     """
-    first = next((x for x in map(membership, headers) if x is not None), None)
-    places: dict[int, int] = {}
-    for i, (name, header) in enumerate(zip(names, headers, strict=True)):
-        member = membership(header)
-        if member is None or first is None:
-            raise RsvError("foreign_shard", name, "it does not say that it is a shard of a set")
+    members = [_member(name, header) for name, header in zip(names, headers, strict=True)]
+    first, places = members[0], dict[int, int]()
+    for i, (name, member) in enumerate(zip(names, members, strict=True)):
         if (member.id, member.count) != (first.id, first.count):
             detail = f"it is {member} of the set {member.id[:16]}..., not of {first.id[:16]}... as {names[0]}"
             raise RsvError("foreign_shard", name, detail)
         if member.position in places:
             raise RsvError("foreign_shard", name, f"it is {member}, and so is {names[places[member.position]]}")
         places[member.position] = i
-    assert first is not None
-    missing = [str(i + 1) for i in range(first.count) if i not in places]
+    missing = [i for i in range(first.count) if i not in places]
     if missing:
-        few = ", ".join(missing[:10]) + ", ..." * (len(missing) > 10)
-        raise RsvError("missing_shard", names[0], f"{len(missing)} of {first.count} shards are not there: {few}")
+        named = sibling_names(names[0], first) if _NAME.fullmatch(names[0]) else None
+        few = ", ".join(named[i] if named else str(i + 1) for i in missing[:10]) + ", ..." * (len(missing) > 10)
+        where = named[missing[0]] if named else names[0]
+        raise RsvError("missing_shard", where, f"{len(missing)} of {first.count} shards are not there: {few}")
     return [places[i] for i in range(first.count)]
 
 
@@ -143,8 +169,21 @@ def joined_header(headers: Sequence[Header]) -> Header:
 
 
 def set_id(whole: Header) -> str:
-    """The id of the sets that hold a content: the SHA-256 of the header that it has in one canonical file."""
-    return hashlib.sha256(build_header(arrange(whole))).hexdigest()
+    """The id of the sets that hold a content: the SHA-256 of the header that it has in one canonical file.
+
+    Raises
+    ------
+    RsvError
+        set_mismatch: one file cannot hold it (RSV-914).
+    """
+    text = build_header(arrange(whole))
+    try:
+        if len(text) > MAX_HEADER_NBYTES:
+            raise RsvError("header_too_large", "header", f"{len(text)} bytes, the limit is {MAX_HEADER_NBYTES}")
+        walk(parse_header(text), len(text))
+    except RsvError as e:
+        raise RsvError("set_mismatch", "set", f"one file cannot hold what its shards do: {e}") from None
+    return hashlib.sha256(text).hexdigest()
 
 
 def check_id(whole: Header, member: Membership) -> None:

@@ -42,6 +42,7 @@ from rsv_format.outputs import Output, write_all
 from rsv_format.payload import codebook_faults, codes_faults, diagonal_faults, factor_faults, floats_faults
 from rsv_format.replaceable import Kind
 from rsv_format.rotation import Transform
+from rsv_format.sets import membership
 from rsv_format.validate import Blob, check_references, walk
 
 RSV_FILE = Kind("an RSV file", lambda head: head.startswith(MAGIC))
@@ -135,7 +136,8 @@ def write(
     ------
     RsvError
         bad_argument: what is at the path may not be replaced; content_invalid: an array does not fit its layer;
-        io_error; or a code of the schema and reference phases: no reader would take the file. SPEC section 11.
+        io_error; or a code of the schema and reference phases, or foreign_shard: no reader would take the file. SPEC
+        section 11.
     """
     layers, tensors, attachments = list(layers), dict(tensors or {}), dict(attachments or {})
     codebooks, transforms = _Table[LayerData](), _Table[Transform]()
@@ -243,6 +245,7 @@ def _checked(header: Header) -> Header:
         raise RsvError("content_invalid", "header", str(e)[:200]) from None
     header = parse_header(text)
     check_references(header)
+    membership(header)
     return header
 
 

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 import rsv_format
 from rsv_cli.app import app
 from rsv_format import AttachmentData, RsvError, TensorData
-from rsv_format.header import build_header
+from rsv_format.header import build_header, canonical_json
+from rsv_format.layout import build_prologue
 from rsv_format.sets import membership
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,7 +132,7 @@ def test_a_single_shard_and_a_layer_that_is_larger(made: tuple[Path, list[Path]]
     (only,) = rsv_format.split(made[0], tmp_path / "a.rsv", 10**9)
     assert only.endswith("a-00001-of-00001.rsv") and rsv_format.open(only).shards
     many = rsv_format.split(made[0], tmp_path / "b", 1)
-    assert len(many) == 9 and many[0].endswith("b-00001-of-00009")
+    assert len(many) == 9 and many[0].endswith("b-00001-of-00009.rsv")
     rsv_format.merge(many[3], tmp_path / "one.rsv")
     assert (tmp_path / "one.rsv").read_bytes() == made[0].read_bytes()
     with pytest.raises(RsvError, match="bad_argument"):
@@ -143,7 +144,10 @@ def test_missing_shards_are_named(copied: list[Path]) -> None:
     copied[-1].unlink()
     e = refusal(copied[0], "missing_shard")
     assert e.where == str(copied[1]) and str(copied[-1]) in e.detail
-    assert "2, " in refusal(copied[0].parent / "*.rsv", "missing_shard").detail
+    assert str(copied[1]) in refusal(copied[0].parent / "*.rsv", "missing_shard").detail
+    renamed = copied[0].rename(copied[0].with_name("first.rsv"))
+    assert "2, 3" in refusal(renamed.parent / "*.rsv", "missing_shard").detail
+    renamed.rename(copied[0])
     with rsv_format.open(copied[0], alone=True) as shard:
         assert shard.layers
 
@@ -154,9 +158,15 @@ def test_foreign_shards_are_named(copied: list[Path], tmp_path: Path) -> None:
     kept = copied[1].read_bytes()
     copied[1].write_bytes(Path(other[1]).read_bytes())
     assert refusal(copied[0], "foreign_shard").where == str(copied[1])
-    copied[1].write_bytes(copied[0].read_bytes())  # doubled
+    copied[1].write_bytes(copied[0].read_bytes())  # named as another one
+    assert refusal(copied[0].parent / "model-*.rsv", "foreign_shard").where == str(copied[1])
+    copied[1].write_bytes(kept)
+    again = copied[0].with_name("model-again.rsv")
+    again.write_bytes(copied[0].read_bytes())
     e = refusal(copied[0].parent / "model-*.rsv", "foreign_shard")
-    assert e.where == str(copied[1]) and str(copied[0]) in e.detail
+    assert e.where == str(again) and str(copied[0]) in e.detail
+    again.unlink()
+    copied[1].write_bytes(copied[0].read_bytes())
     refusal(copied[1], "foreign_shard")
     content(copied[1])
     assert refusal(copied[0], "foreign_shard").where == str(copied[1])
@@ -205,10 +215,36 @@ def test_faults_name_the_shard(copied: list[Path]) -> None:
      {"id": "0" * 64, "count": True, "position": 0}, {"id": "0" * 64, "count": 100000, "position": 0},
      {"id": "0" * 64, "count": 1, "position": 0, "more": 0}],
 )  # fmt: skip
-def test_what_is_no_membership_is_ignored(tmp_path: Path, value: Any) -> None:
-    rsv_format.write(tmp_path / "a.rsv", extensions={"set": value})
-    with rsv_format.open(tmp_path / "a.rsv") as file:
+def test_what_is_no_membership_is_refused(tmp_path: Path, value: Any) -> None:
+    """By who knows sets: it may be a part of something. Who does not knows the file alone."""
+    with pytest.raises(RsvError, match="foreign_shard"):
+        rsv_format.write(tmp_path / "a.rsv", extensions={"set": value})
+    right = {"id": "0" * 64, "count": 1, "position": 0}
+    rsv_format.write(tmp_path / "a.rsv", extensions={"set": right})
+    data = (tmp_path / "a.rsv").read_bytes()
+    text = canonical_json(
+        json.loads(data[64 : 64 + int.from_bytes(data[16:24], "little")]) | {"extensions": {"set": value}}
+    )
+    (tmp_path / "a.rsv").write_bytes(build_prologue(text, 16384) + text.ljust(16384 - 64, b"\0"))
+    refusal(tmp_path / "a.rsv", "foreign_shard")
+    with rsv_format.open(tmp_path / "a.rsv", alone=True) as file:
         assert not file.shards
+
+
+def test_a_name_tells_what_the_header_does(copied: list[Path]) -> None:
+    """Whichever of the set is given, and in whatever order."""
+    first, second, *_ = (path.read_bytes() for path in copied)
+    copied[0].write_bytes(second)
+    copied[1].write_bytes(first)
+    refusal(copied[0], "foreign_shard")
+    assert copied[0].name in refusal(copied[2], "foreign_shard").where
+    refusal(copied[0].parent / "model-*.rsv", "foreign_shard")
+
+
+def test_a_foreign_shard_is_told_before_a_missing_one(copied: list[Path]) -> None:
+    copied[0].unlink()
+    rsv_format.write(copied[1], metadata={"name": "another"})
+    assert copied[1].name in refusal(copied[2], "foreign_shard").where
 
 
 def test_inputs_are_not_written_over(copied: list[Path]) -> None:

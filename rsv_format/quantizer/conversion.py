@@ -304,7 +304,9 @@ class Job:
                 detail = f"no tensor of a file can have this name: 1 to {MAX_NAME} characters, no control characters"
                 raise RsvError("source_unsupported", repr(name)[:80], detail)
             if len(shape := self.source.tensors[name].shape) > MAX_RANK:
-                raise RsvError("source_unsupported", name, f"no tensor of a file has {len(shape)} axes: {MAX_RANK} at most")
+                raise RsvError(
+                    "source_unsupported", name, f"no tensor of a file has {len(shape)} axes: {MAX_RANK} at most"
+                )
         # sorted, so that the result does not depend on the order of the source
         names = sorted(name.removesuffix(".weight") for name in self.source.tensors if self.source.is_linear(name))
         tables = self._table_bits()
