@@ -219,7 +219,8 @@ def quantize(
             "memory": room,
         }
         if output is None or dry_run:
-            planned = _planned(source, words, **options)
+            with cluster(scheduler):
+                planned = _planned(source, output, words, force=force, resume=resume, **options)
             if as_json:
                 terminal.write_json({"source": source, **asdict(planned)})
             else:
@@ -272,17 +273,18 @@ def _quantized(source: str, output: Path, text: str | None, **options: Any) -> Q
     return rsv_format.quantize(source, output, calibration=calibration, **options)
 
 
-def _planned(source: str, text: str | None, **options: Any) -> QuantizePlan:
-    """What quantizing would do; how much text MLX would see is no matter."""
+def _planned(source: str, output: Path | None, text: str | None, **options: Any) -> QuantizePlan:
+    """What quantizing would do, for what MLX would calibrate too."""
     from rsv_format import RsvError
     from rsv_format.quantizer.plan import plan
 
     try:
-        return plan(source, calibration=text, **options)
+        return plan(source, output, calibration=text, **options)
     except RsvError as e:
         if e.code != "unsupported_model" or text is None:
             raise
-    return plan(source, **options | {"feedback": None})
+    calibration = mlx_module("rsv_mlx").text_calibration(source, text, weights=False)
+    return plan(source, output, calibration=calibration, **options)
 
 
 def _table_bits(text: str | None) -> int | str | None:

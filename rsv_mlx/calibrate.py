@@ -275,10 +275,13 @@ def _squares(x: mx.array, experts: Experts | None) -> tuple[mx.array, mx.array]:
     return zeros.at[numbers].add(squares), zeros[:, 0].at[numbers].add(1.0)
 
 
-def load_anything(spec: str | os.PathLike[str], *, max_order: int | None = None) -> tuple[Module, Any]:
+def load_anything(
+    spec: str | os.PathLike[str], *, max_order: int | None = None, weights: bool = True
+) -> tuple[Module, Any]:
     """A model and its tokenizer, from an RSV file, a source of `rsv_format.open_source`, or by mlx-lm.
 
-    On a CPU the weights become float32, at which MLX is fastest there. `max_order` is `load`'s.
+    On a CPU the weights become float32, at which MLX is fastest there. `max_order` is `load`'s. Without `weights` they
+    are not read: the model is for looking at.
 
     Raises
     ------
@@ -287,12 +290,12 @@ def load_anything(spec: str | os.PathLike[str], *, max_order: int | None = None)
     """
     path = Path(spec)
     if path.suffix == ".rsv" or (path.is_file() and not _is_source(path)):
-        model, words = load(path, max_order=max_order)
+        model, words = load(path, max_order=max_order, lazy=not weights)
     elif path.is_dir():
         model, words = _from_folder(path)
     else:
         with rsv_format.open_source(spec) as source:  # a file, or of the hub
-            model, words = _from_source(source)
+            model, words = _from_source(source, weights)
     if mx.default_device() == mx.cpu:
         model.set_dtype(mx.float32)
     return model, words
@@ -304,10 +307,12 @@ def _is_source(path: Path) -> bool:
         return path.suffix.lower() in _SOURCES or file.read(4) == b"GGUF"
 
 
-def _from_source(source: Source) -> tuple[Module, Any]:
+def _from_source(source: Source, with_weights: bool) -> tuple[Module, Any]:
     with data_folder((name, data) for name, (_, data) in source.attachments.items()) as folder:
         _require(source.path, folder)
         model, config = skeleton(folder, {tensor.name: tensor.shape for tensor in source.tensors.values()})
+        if not with_weights:
+            return model, tokenizer(folder, config)
         weights = {}
         for name, tensor in source.tensors.items():
             values = tensor.read()

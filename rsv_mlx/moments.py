@@ -111,15 +111,17 @@ class ModelCalibration:
             yield None if found is None else np.array(found[0] / found[1])
 
 
-def text_calibration(model: str | os.PathLike[str], text: str, *, max_order: int | None = None) -> ModelCalibration:
+def text_calibration(
+    model: str | os.PathLike[str], text: str, *, max_order: int | None = None, weights: bool = True
+) -> ModelCalibration:
     """The model of an RSV file, a source of `rsv_format.open_source` or a folder that mlx-lm knows, on the beginning
-    of a text.
+    of a text. Without `weights`, which are not read then, it tells whether there would be one.
 
     Raises
     ------
     RsvError
         What loading raises; unsupported_model, missing_attachment; bad_argument: the text is empty.
     """
-    loaded, tokenizer = load_anything(model, max_order=max_order)
+    loaded, tokenizer = load_anything(model, max_order=max_order, weights=weights)
     ids, bos = encode(tokenizer, text, rsv_format.CALIBRATION_TOKENS)
     return ModelCalibration(loaded, ids, bos=bos)

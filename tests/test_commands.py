@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +96,65 @@ def test_a_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:
     assert tree("quantize", model, "--dry-run", "--bits-per-weight", 1.0, code=2)["error"] == "bad_argument"
     missing = rsv("quantize", model)
     assert missing.exit_code == 2 and "--output" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--calibrate", "empty.txt"], ["--calibrate", "missing.txt"], ["--include", "nothing"], ["--memory", "1"],
+        ["--importance", "missing"], ["--bits-per-weight", "0.5"], ["--scheduler", "tcp://127.0.0.1:1"],
+        ["--resume", "--bits", "3"], ["--feedback"], ["--window", "9", "--codebook", "trellis"], ["-o", "config.json"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["llama", "gemma"])  # numpy runs the one on texts, MLX the other
+def test_a_dry_run_refuses_what_the_run_would(
+    options: list[str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlx_lm" if kind == "gemma" else "tokenizers")
+    if "--scheduler" in options:
+        pytest.importorskip("distributed")
+        monkeypatch.setattr("rsv_cli.cluster._SECONDS", 0.1)
+    folder = tmp_path / "m"
+    words(folder, kind)
+    monkeypatch.chdir(folder)
+    Path("empty.txt").touch()
+    if "--resume" in options:
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr("rsv_format.quantizer.conversion.Job.bias_of", interrupt)
+            rsv_format.quantize(folder, "x.rsv", resume=True)
+        assert Path(".x.rsv.unfinished").exists()
+    before = sorted(folder.iterdir())
+    command = ["quantize", folder, "-o", "x.rsv", *options]
+    dry, real = rsv(*command, "--dry-run"), rsv(*command)
+    assert dry.exit_code == real.exit_code > 0 and dry.stderr == real.stderr and dry.stderr.startswith("error[")
+    assert sorted(folder.iterdir()) == before
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def words(to: Path, kind: str) -> None:
+    """A model of one block that can run, with a tokenizer of one token a word."""
+    from tokenizers import Tokenizer, models
+
+    rng, width = np.random.default_rng(1), 64
+    shapes = {f"self_attn.{part}_proj": (rows, width) for part, rows in (("q", 64), ("k", 32), ("v", 32), ("o", 64))}
+    shapes |= {"mlp.gate_proj": (96, width), "mlp.up_proj": (96, width), "mlp.down_proj": (width, 96)}
+    tensors = {f"model.layers.0.{name}.weight": rng.standard_normal(shape) / 8 for name, shape in shapes.items()}
+    for norm in ("model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm", "model.norm"):
+        tensors[f"{norm}.weight"] = np.ones(width)
+    tensors["model.embed_tokens.weight"] = rng.standard_normal((32, width))
+    to.mkdir()
+    save_file({name: x.astype("f4") for name, x in tensors.items()}, to / "model.safetensors")
+    config = {
+        "model_type": kind, "hidden_size": width, "num_hidden_layers": 1, "intermediate_size": 96, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 32,
+        "tie_word_embeddings": True, "rope_theta": 10000.0,
+    }  # fmt: skip
+    (to / "config.json").write_text(json.dumps(config))
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(32)}, unk_token="w0")).save(str(to / "tokenizer.json"))
 
 
 def test_two_files_are_compared(model: Path, tmp_path: Path) -> None:

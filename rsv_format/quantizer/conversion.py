@@ -159,9 +159,7 @@ def quantize(
     with _opened(source, tokenizer) as opened:
         job = Job(opened, chosen, given, room, progress or silent)
         inputs += [file.path for file in opened.files]
-        least = job.least_nbytes()
-        journal = Journal.of(out, facts_of(opened, chosen, given), resume)
-        check(out, RSV_FILE, inputs=inputs, force=force, nbytes=0 if journal.measured else least)
+        journal = job.journal(out, inputs, force=force, resume=resume)
         if journal.measured is None:
             job.measure()
             journal.measured = Measured(job.importance, job.layer_bits)
@@ -329,6 +327,22 @@ class Job:
             self.groups.sort(key=lambda group: block_of(group[0]))  # the model runs through them
         if self.given is not None:
             self.importance = self._shared_importance(self._named_in(self.given))
+
+    def journal(
+        self, out: str | os.PathLike[str], inputs: Iterable[str | os.PathLike[str]], *, force: bool, resume: bool
+    ) -> Journal:
+        """What an earlier run has begun, or nothing yet, once what can be known before the work is in order.
+
+        Raises
+        ------
+        RsvError
+            bad_argument: `out` may not be written, the budget is too small, or what is there was begun otherwise;
+            io_error: it does not fit.
+        """
+        least = self.least_nbytes()
+        journal = Journal.of(out, facts_of(self.source, self.options, self.given), resume)
+        check(out, RSV_FILE, inputs=inputs, force=force, nbytes=0 if journal.measured else least)
+        return journal
 
     def least_nbytes(self) -> int:
         """A size that the file will not be below, as far as can be told before `measure`.

@@ -14,7 +14,7 @@ import numpy as np
 
 from rsv_format.canonical import arrange
 from rsv_format.header import build_header
-from rsv_format.quantizer.conversion import Job, _given_importance, _opened, silent
+from rsv_format.quantizer.conversion import Job, _given_importance, _opened, _paths, silent
 from rsv_format.quantizer.matrix import quantize_matrix
 from rsv_format.quantizer.options import QuantizeOptions
 from rsv_format.sources import Source, SourceTensor
@@ -63,13 +63,17 @@ class QuantizePlan:
 
 def plan(
     source: str | os.PathLike[str] | Source,
+    out: str | os.PathLike[str] | None = None,
     *,
     tokenizer: bool = True,
+    force: bool = False,
+    resume: bool = False,
     threads: int | None = None,
     memory: int = DEFAULT_MEMORY,
     **options: Any,
 ) -> QuantizePlan:
-    """Say what `quantize` would do with the same parameters; nothing is written, and little is read.
+    """Say what `quantize` would do with the same parameters; nothing is written, and little is read. Without `out`
+    nothing is said of that.
 
     Raises
     ------
@@ -79,7 +83,11 @@ def plan(
     chosen, room = QuantizeOptions(**options), Room(memory, threads)
     with _opened(source, tokenizer) as opened:
         job = Job(opened, chosen, _given_importance(chosen.importance), room, silent)
-        job.least_nbytes()  # which refuses a budget that is too small
+        if out is None:
+            job.least_nbytes()  # which refuses a budget that is too small
+        else:
+            inputs = [*_paths(source, chosen.importance), *(file.path for file in opened.files)]
+            job.journal(out, inputs, force=force, resume=resume)
         if job.given is None:
             job.importance = dict.fromkeys(job.layers, np.zeros(0))  # its being known tells in the size
         header = arrange(job.header(job.layer_bits))
