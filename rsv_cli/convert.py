@@ -40,13 +40,15 @@ def convert(
     Example: [bold cyan]rsv convert reservoir.bin model.rsv[/bold cyan]
     """
     with session(as_json):
+        from rsv_format import open as open_file
         from rsv_format.summary import summarize
         from rsv_format.upgrade import convert as take_over
 
         tell_leftovers_beside(output, quiet)
         with terminal.progress("converting", quiet=quiet) as told:
             what = take_over(source, output, force=force, max_order=max_order, progress=told)
-        summary = summarize(output)
+        with open_file(output, alone=True) as written:  # a shard stays one
+            summary = summarize(written)
         if as_json:
             terminal.write_json(
                 {

@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.text import Text
 
 from rsv_cli import describe, terminal
 from rsv_cli.files import opened_file
@@ -37,12 +36,11 @@ def ls(
         if as_json:
             terminal.write_json(entries)
         else:
-            console = terminal.stdout()
-            for entry in entries:
+            for entry in entries:  # of which a file may have a million
                 facts = (
-                    f"{entry['kind']:<10} {describe.size(entry['nbytes']):>8}  {_type(entry):<12} {_shape(entry):<16} "
+                    f"{entry['kind']:<10} {describe.size(entry['nbytes']):>8}  {_type(entry):<12} {_shape(entry):<16}"
                 )
-                console.print(Text.assemble((facts, "dim"), terminal.plain(entry["name"])), soft_wrap=True)
+                print(facts, terminal.plain(entry["name"]))
         if patterns and not entries:
             raise typer.Exit(1)
 

@@ -89,7 +89,7 @@ def tell_written(names: list[str], as_json: bool, quiet: bool) -> None:
 
 def size_of(text: str, option: str) -> int:
     """Bytes, of a size such as 500MB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", text)
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([kMGT]?)B?", text)
     nbytes = int(float(match[1]) * float(f"1e{3 * ' kMGT'.index(match[2] or ' ')}")) if match else 0
     if nbytes < 1:
         raise typer.BadParameter(f"{text!r} is no size such as 500MB or 2GB", param_hint=option)

@@ -62,6 +62,8 @@ def short(text: str, longest: int) -> str:
 
 def plain(text: str) -> str:
     """Text of a file made safe for a terminal: control characters and their like are escaped."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
 
 

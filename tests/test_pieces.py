@@ -263,7 +263,7 @@ def test_memory_that_is_too_little(memory: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text, nbytes",
     [("64MB", threads.DEFAULT_MEMORY), ("500M", 500_000_000), ("1.5 GB", 1_500_000_000), ("2000000", 2_000_000),
-     ("x", None), ("1e9", None), ("-1MB", None), ("64MiB", None), ("10", None)],
+     ("x", None), ("1e9", None), ("-1MB", None), ("64MiB", None), ("10", None), ("9" * 400, None)],
 )  # fmt: skip
 def test_memory_on_the_command_line(
     text: str, nbytes: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

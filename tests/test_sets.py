@@ -256,6 +256,11 @@ def test_inputs_are_not_written_over(copied: list[Path]) -> None:
     assert [path.read_bytes() for path in copied] == before
 
 
+def test_a_shard_that_is_converted_stays_one(copied: list[Path], tmp_path: Path) -> None:
+    run("convert", copied[0], tmp_path / "a.rsv")
+    assert (tmp_path / "a.rsv").read_bytes() == copied[0].read_bytes()
+
+
 def run(*arguments: object) -> Any:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == 0, result.output
