@@ -14,7 +14,7 @@ import typer
 
 from rsv_cli import terminal
 from rsv_cli.complete import names
-from rsv_cli.files import opened_file
+from rsv_cli.files import inputs_of, opened_file
 from rsv_cli.options import USUAL_ORDER, Force, MaxOrder, RsvFile
 from rsv_cli.session import session
 
@@ -63,14 +63,15 @@ def cat(
                     "is a tensor and an attachment, which rsv extract takes" if found else "rsv ls lists what is there"
                 )
                 raise RsvError("bad_argument", name, few)
+            inputs = inputs_of(opened, file)
             is_array = name not in opened.attachments
             kind = Kind("a NumPy array", lambda head: is_array and head.startswith(_NPY))
             if output is not None:
-                check(output, kind, inputs=[file], force=force)
+                check(output, kind, inputs=inputs, force=force)
             item = found[0]()
             opened.check_unchanged()
         if output is not None:
-            with Output(output, kind, inputs=[file], force=force) as whole:
+            with Output(output, kind, inputs=inputs, force=force) as whole:
                 if isinstance(item, memoryview):
                     write_all(whole.open(item.nbytes), item)
                 else:
@@ -86,15 +87,15 @@ def cat(
             raise RsvError("bad_argument", name, "is not text, and standard output is a terminal: give -o, or a pipe")
 
 
-def _refuse_input(file: Path) -> None:
+def _refuse_input(file: str) -> None:
     """As cat(1) does: what is appended to its own input."""
     from rsv_format import RsvError
 
     is_input = False
     with contextlib.suppress(OSError, ValueError):  # it is closed, or a stream of the tests
-        is_input = file.is_file() and os.path.samestat(os.fstat(sys.stdout.fileno()), file.stat())
+        is_input = os.path.isfile(file) and os.path.samestat(os.fstat(sys.stdout.fileno()), os.stat(file))
     if is_input:
-        raise RsvError("bad_argument", str(file), "is where this process prints to")
+        raise RsvError("bad_argument", file, "is where this process prints to")
 
 
 def _found(file: File, name: str) -> list[Callable[[], NDArray[Any] | memoryview]]:

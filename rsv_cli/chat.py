@@ -62,7 +62,7 @@ def chat(
 
 
 def _chat(
-    file: Path,
+    file: str,
     system: str | None,
     sampling: s.Sampling,
     draft: Path | None,

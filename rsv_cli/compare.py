@@ -193,10 +193,10 @@ def _overall(errors: list[_Error]) -> float | None:
     return _relative(sum(e.error for e in errors), sum(e.norm for e in errors))
 
 
-def _tree(source: str, path: Path, errors: list[_Error], kept: _Kept) -> dict[str, Any]:
+def _tree(source: str, path: str, errors: list[_Error], kept: _Kept) -> dict[str, Any]:
     return {
         "source": source,
-        "path": str(path),
+        "path": path,
         "relative_error": _overall(errors),
         "weights": sum(e.weights for e in errors),
         "layers": [{"name": e.name, "weights": e.weights, "relative_error": e.relative} for e in errors],

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="An RSV file.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another.", show_default=False)],
+    a: Annotated[str, typer.Argument(metavar="A", help="An RSV file.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another.", show_default=False)],
     max_order: MaxOrder = USUAL_ORDER,
     max_rows: MaxRows = USUAL_ROWS,
     as_json: Json = False,
@@ -47,7 +47,7 @@ def diff(
             for file in (first, second):
                 file.check_unchanged()
         if as_json:
-            terminal.write_json({"a": str(a), "b": str(b), "equal": not found, **asdict(found)})
+            terminal.write_json({"a": a, "b": b, "equal": not found, **asdict(found)})
         else:
             for kind, changes in vars(found).items():
                 _print(kind, changes, max_rows)

@@ -55,12 +55,12 @@ def evaluate(
             found = _evaluated(source, file, told, text=words, tokens=tokens, window=window, max_order=max_order)
         if as_json:
             sizes = {"nbytes": summary.nbytes, "bits_per_weight": summary.bits_per_weight}
-            terminal.write_json({"source": source, "file": str(file), **sizes, **asdict(found)})
+            terminal.write_json({"source": source, "file": file, **sizes, **asdict(found)})
         else:
             _print(found, summary)
 
 
-def _evaluated(source: str, file: Path, told: terminal.Progress, **options: Any) -> Evaluation:
+def _evaluated(source: str, file: str, told: terminal.Progress, **options: Any) -> Evaluation:
     """In numpy if it runs the family in full, otherwise with MLX."""
     import rsv_format
     from rsv_format import RsvError

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rsv_cli import describe, terminal
 from rsv_cli.complete import attachments
-from rsv_cli.files import opened_file
+from rsv_cli.files import inputs_of, opened_file
 from rsv_cli.leftovers import tell_leftovers_beside
 from rsv_cli.options import USUAL_ORDER, Force, Json, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import session
@@ -89,15 +89,16 @@ def export(
 
         tell_leftovers_beside(output, quiet)
         with opened_file(file, max_order=max_order) as opened:
+            inputs = inputs_of(opened, file)
             items = sorted(_items(opened, dtype), key=lambda item: (-_itemsize(item.dtype), item.name))
             header = _header(items)
             total = sum(item.nbytes for item in items)
-            check(output, _exported(), inputs=[file], force=force, nbytes=len(header) + total)
+            check(output, _exported(), inputs=inputs, force=force, nbytes=len(header) + total)
             with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
                 rsv_format.verify(opened, progress=told)
             with (
                 terminal.progress("exporting", quiet=quiet, of_bytes=True) as told,
-                Output(output, _exported(), inputs=[file], force=force) as whole,
+                Output(output, _exported(), inputs=inputs, force=force) as whole,
             ):
                 out = whole.open(len(header) + total)
                 write_all(out, header)
@@ -142,14 +143,15 @@ def extract(
 
         tell_leftovers_beside(output / "any", quiet)
         with opened_file(file) as opened, contextlib.ExitStack() as stack:
+            inputs = inputs_of(opened, file)
             chosen = [_attachment(opened, name) for name in dict.fromkeys(names or opened.attachments)]
             if not chosen:
-                raise RsvError("missing_attachment", str(file), "nothing is attached")
+                raise RsvError("missing_attachment", file, "nothing is attached")
             stack.enter_context(outputs.folder(output))
-            files = [outputs.Output(output / item.name, inputs=[file], force=force) for item in chosen]
+            files = [outputs.Output(output / item.name, inputs=inputs, force=force) for item in chosen]
             for item in chosen[:1]:
                 room = sum(item.nbytes for item in chosen)
-                outputs.check(output / item.name, inputs=[file], force=force, nbytes=room)
+                outputs.check(output / item.name, inputs=inputs, force=force, nbytes=room)
             for whole, item in zip(files, chosen, strict=True):
                 stack.callback(whole.discard)
                 out, digest = whole.open(item.nbytes), hashlib.sha256()
@@ -159,6 +161,7 @@ def extract(
                 if digest.hexdigest() != item.blob.sha256:
                     detail = "the bytes are not those that were written"
                     raise RsvError("blob_digest_mismatch", f"attachment {item.name}", detail)
+            opened.check_unchanged()
             outputs.commit(*files)
         if as_json:
             terminal.write_json([{"path": str(output / item.name), "nbytes": item.nbytes} for item in chosen])

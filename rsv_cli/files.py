@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,21 +14,28 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def opened_file(path: Path, **options: Any) -> Iterator[File]:
+def opened_file(path: str, **options: Any) -> Iterator[File]:
     """An RSV file that is not touched through its map: if it shrinks meanwhile, the command fails and does not die."""
     import rsv_format
 
-    name = re.sub("^([a-z][a-z0-9+.-]+):/(?=[^/])", r"\1://", str(path))  # a URL, of which a Path leaves one slash
-    with rsv_format.open(name, **options) as file:
+    with rsv_format.open(path, **options) as file:
         yield file.unmapped()
+
+
+def inputs_of(file: File, path: str) -> list[str]:
+    """The paths of what was opened by a path: of all shards, if it is a set."""
+    from rsv_format.splitting import paths_of
+
+    return paths_of(path) if file.shards else [path]
 
 
 @contextlib.contextmanager
 def opened_model(spec: str, *, max_order: int, quiet: bool) -> Iterator[Source]:
-    """A source without its tokenizer; an RSV file too, which is verified, with its layers dense."""
+    """A source without its tokenizer; an RSV file too, which is verified, with its layers dense, and by its URL."""
     import rsv_format
     from rsv_format.dense import as_source
     from rsv_format.layout import MAGIC
+    from rsv_format.remote import is_url
     from rsv_format.stored import is_pattern
 
     path = Path(spec)
@@ -37,11 +43,11 @@ def opened_model(spec: str, *, max_order: int, quiet: bool) -> Iterator[Source]:
     if path.is_file():
         with path.open("rb") as file:
             head = file.read(len(MAGIC))
-    if head != MAGIC and not is_pattern(spec):
+    if head != MAGIC and not is_pattern(spec) and not is_url(spec):
         with rsv_format.open_source(spec, tokenizer=False) as source:
             yield source
         return
-    with opened_file(path, max_order=max_order) as opened:
+    with opened_file(spec, max_order=max_order) as opened:
         with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
             rsv_format.verify(opened, progress=told)
         yield as_source(opened, spec)

@@ -68,7 +68,7 @@ def _text(prompt: str) -> str:
 
 
 def _generate(
-    file: Path,
+    file: str,
     asked: dict[str, object],
     sampling: s.Sampling,
     draft: Path | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import tempfile
 import time
@@ -132,7 +133,7 @@ def _input(name: str, max_order: int) -> Iterator[File]:
     from rsv_format.stored import copy_stream
 
     if name != "-":
-        with opened_file(Path(name), max_order=max_order) as opened:
+        with opened_file(name, max_order=max_order) as opened:
             yield opened
         return
     with scratch(), tempfile.TemporaryFile() as kept:
@@ -158,11 +159,11 @@ def _tell(file: str, faults: list[RsvError], tree: Mapping[str, int], seconds: f
         terminal.stdout().print(line, soft_wrap=True)
 
 
-def _info_tree(path: Path, file: File, summary: Summary) -> dict[str, Any]:
+def _info_tree(path: str, file: File, summary: Summary) -> dict[str, Any]:
     header = file.header
     stored = _stored(file)
     return {
-        "path": str(path),
+        "path": path,
         "nbytes": file.nbytes,
         "shards": len(file.shards),
         "weights": summary.weights,
@@ -229,8 +230,8 @@ def _stored(file: File) -> Counter[int]:
     return stored
 
 
-def _print_info(console: Console, path: Path, file: File, summary: Summary, every: bool, most: int) -> None:
-    title = Text(terminal.plain(path.name), "bold")
+def _print_info(console: Console, path: str, file: File, summary: Summary, every: bool, most: int) -> None:
+    title = Text(terminal.plain(os.path.basename(path)), "bold")
     facts = [
         describe.size(file.nbytes),
         *([f"{len(file.shards)} shards"] if file.shards else []),

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 RsvFile = Annotated[
-    Path,
-    typer.Argument(metavar="FILE", help="An RSV file, or a set by the path of any of its shards or as 'NAME-*.rsv'.",
-                   show_default=False),
+    str,
+    typer.Argument(metavar="FILE", help="An RSV file, or a set by the path of any of its shards or as 'NAME-*.rsv'; or "
+                   "its URL.", show_default=False),
 ]  # fmt: skip
 Source = Annotated[
     str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.files import opened_file, opened_model
+from rsv_cli.files import inputs_of, opened_file, opened_model
 from rsv_cli.leftovers import tell_leftovers_beside
 from rsv_cli.options import USUAL_ORDER, Force, MaxOrder, Quiet, Revision, RsvFile, at_revision
 from rsv_cli.session import FAILED, session
@@ -53,15 +54,15 @@ def report(
         from rsv_format.report import describe as facts_of
 
         tell_leftovers_beside(output, quiet)
-        inputs: list[str | Path] = [file, *([source] if source else [])]
-        check(output, PAGE, inputs=inputs, force=force)
         with contextlib.ExitStack() as stack:
             opened = stack.enter_context(opened_file(file, max_order=max_order))
+            inputs = [*inputs_of(opened, file), *([source] if source else [])]
+            check(output, PAGE, inputs=inputs, force=force)
             model = source and stack.enter_context(opened_model(source, max_order=max_order, quiet=quiet))
             with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:
                 faults = rsv_format.verify(opened, collect=True, progress=told)
             with terminal.progress("looking", quiet=quiet) as told:
-                facts = facts_of(opened, file.name, source=model or None, faults=faults, progress=told)
+                facts = facts_of(opened, os.path.basename(file), source=model or None, faults=faults, progress=told)
             opened.check_unchanged()
             write_report(output, facts, inputs=inputs, force=force)
         for fault in faults[:20]:

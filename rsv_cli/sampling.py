@@ -98,7 +98,7 @@ class Sampling:
 class Running:
     """A model at hand, and its draft model, if there is one."""
 
-    def __init__(self, file: Path, draft: Path | None, sampling: Sampling, max_order: int) -> None:
+    def __init__(self, file: str, draft: Path | None, sampling: Sampling, max_order: int) -> None:
         from rsv_format import RsvError
 
         sampling.check(draft is not None)

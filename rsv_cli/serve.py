@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -83,7 +84,7 @@ def serve(
 
 
 def _serve(
-    file: Path,
+    file: str,
     draft_file: Path | None,
     host: str,
     port: int,
@@ -105,9 +106,9 @@ def _serve(
             if draft is not None and calibrate.table_rows(draft) != calibrate.table_rows(model):
                 raise RsvError("bad_argument", "--draft-model", "it has another vocabulary")
         server = serving.Server(
-            file.name, model, serving.limited(tokenizer, encoder), draft, host=host, port=port, **options
+            os.path.basename(file), model, serving.limited(tokenizer, encoder), draft, host=host, port=port, **options
         )
         if not quiet:
-            line = f"{terminal.plain(file.name)} at http://{server.address[0]}:{server.address[1]}/v1"
+            line = f"{terminal.plain(os.path.basename(file))} at http://{server.address[0]}:{server.address[1]}/v1"
             terminal.stderr().print(Text(line, "bold"), soft_wrap=True)
         server.run()

@@ -6,6 +6,7 @@ import contextlib
 import re
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from rsv_format.errors import RsvError, is_out_of_memory
@@ -15,6 +16,9 @@ _TRIES = 4
 _PAUSE = 0.25  # seconds before the second try, doubled before each further one
 _SILENCE = 30  # seconds without a byte, or to connect
 _SAME = ("size", "ETag", "Content-MD5", "Digest", "Last-Modified", "LastModified", "VersionId", "blob_id", "mtime")
+_STRONG = re.compile(r'"[^"]*"')  # an ETag that stands for bytes, as a weak one does not
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
+_CHANGED, _NO_RANGES = "it was changed while it was read", "the server gives no ranges: download the file"
 
 
 def is_url(path: str) -> bool:
@@ -37,10 +41,13 @@ class Remote:
             from fsspec.core import url_to_fs
 
             options: dict[str, Any] = {}
-            if url.startswith("http"):
+            answers = _Answers(url) if url.startswith("http") else None
+            if answers is not None:
                 from aiohttp import ClientTimeout
 
-                options["client_kwargs"] = {"timeout": ClientTimeout(sock_connect=_SILENCE, sock_read=_SILENCE)}
+                timeout = ClientTimeout(sock_connect=_SILENCE, sock_read=_SILENCE)
+                options["client_kwargs"] = {"timeout": timeout, "raise_for_status": answers.check}
+                options["skip_instance_cache"] = True
             self._fs, self._path = url_to_fs(url, use_listings_cache=False, **options)
         except ImportError as e:
             raise RsvError.of_import(e, url, "pip install 'rsv-format[remote]'") from e
@@ -52,9 +59,10 @@ class Remote:
         self.nbytes = int(found["size"])
         self.disk = self
         self._identity = _identity(found)
-        self._file = self._tried(lambda: self._fs.open(self._path, "rb", cache_type="none"))
-        if not self._file.seekable():
-            raise RsvError("io_error", url, "the server gives no ranges: download the file")
+        more = {} if answers is None else {"size": self.nbytes, "headers": answers.wanted(found)}
+        self._file = self._tried(lambda: self._fs.open(self._path, "rb", cache_type="none", **more))
+        if not (self._file.seekable() and found.get("partial", True)):
+            raise RsvError("io_error", url, _NO_RANGES)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Some of the bytes, fetched."""
@@ -85,16 +93,17 @@ class Remote:
     def check_unchanged(self) -> None:
         """Whether the length, and what else tells versions apart, are those at the opening."""
         if _identity(self._tried(lambda: self._fs.info(self._path))) != self._identity:
-            raise RsvError("io_error", self._url, "it was changed while it was read")
+            raise RsvError("io_error", self._url, _CHANGED)
 
     def _tried(self, action: Any) -> Any:
         """What an action gives, tried again while the network or the server fails for a moment."""
         for attempt in range(_TRIES):
             try:
                 return action()
+            except RsvError:
+                raise
             except ValueError as e:
-                detail = "the server gives no ranges: download the file" if "range" in str(e) else str(e)
-                raise RsvError("io_error", self._url, detail) from e
+                raise RsvError("io_error", self._url, _NO_RANGES if "range" in str(e) else str(e)) from e
             except ImportError as e:
                 raise RsvError.of_import(e, self._url) from e
             except Exception as e:  # of whatever library reads from there
@@ -112,5 +121,36 @@ class Remote:
         raise AssertionError
 
 
-def _identity(info: dict[str, Any]) -> dict[str, str]:
+class _Answers:
+    """What a web server must answer to a range: those bytes, of the file that was there at the opening.
+
+    It is asked for them with If-Match. Not every server heeds that, so each answer is held against the opening's too.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._opened: dict[str, str] = {}
+
+    def wanted(self, found: Mapping[str, Any]) -> dict[str, str]:
+        """The headers to ask for ranges with, for a file of which this was told at the opening."""
+        self._opened = _identity(found)
+        tag = self._opened.get("ETag", "")
+        return {"Accept-Encoding": "identity"} | ({"If-Match": tag} if _STRONG.fullmatch(tag) else {})
+
+    async def check(self, answer: Any) -> None:
+        """What aiohttp calls with each answer, before its body is read; io_error."""
+        asked = answer.request_info.headers.get("Range")
+        if asked is None or not (answer.status < 300 or answer.status == 412):
+            return  # other failures are looked at where it was asked
+        told = {key: answer.headers[key] for key in ("ETag", "Last-Modified") if key in answer.headers}
+        span = _RANGE.fullmatch(answer.headers.get("Content-Range", ""))
+        if span is not None and span[3] != "*":
+            told["size"] = span[3]
+        if answer.status == 412 or any(self._opened.get(key, value) != value for key, value in told.items()):
+            raise RsvError("io_error", self._url, _CHANGED)
+        if answer.status != 206 or span is None or asked != f"bytes={span[1]}-{span[2]}":
+            raise RsvError("io_error", self._url, _NO_RANGES)
+
+
+def _identity(info: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(info[key]) for key in _SAME if info.get(key) is not None}
