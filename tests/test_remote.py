@@ -243,3 +243,24 @@ def test_sets_and_commands_by_url(server: Server, tmp_path: Path) -> None:
         assert (tmp_path / "again.rsv").read_bytes() == (tmp_path / "m.rsv").read_bytes()
     del server.others[f"/{Path(shards[0]).name}"]
     assert "error[missing_shard]" in invoke("info", of_set, code=1)
+
+
+def test_layers_of_a_set_by_url_in_a_model(server: Server, tmp_path: Path) -> None:
+    mx = pytest.importorskip("mlx.core")
+    import mlx.nn as nn
+
+    import rsv_mlx
+
+    layers = [
+        rsv_format.quantize_matrix(np.random.default_rng(i).normal(size=(32, 64)), name=f"layers.{i}") for i in range(2)
+    ]
+    rsv_format.write(tmp_path / "m.rsv", layers=layers)
+    shards = rsv_format.split(tmp_path / "m.rsv", tmp_path / "s.rsv", 1)
+    server.others = {f"/{Path(name).name}": Path(name).read_bytes() for name in shards}
+    of_file, x = nn.Sequential(*(nn.Linear(64, 32, bias=False) for _ in range(2))), mx.arange(64).astype(mx.float32)
+    rsv_mlx.graft(of_file, tmp_path / "m.rsv")
+    for lazy in (False, True):
+        of_set = nn.Sequential(*(nn.Linear(64, 32, bias=False) for _ in range(2)))
+        assert rsv_mlx.graft(of_set, f"{server.place}/{Path(shards[1]).name}", lazy=lazy).layers == 2
+        for a, b in zip(of_file.layers, of_set.layers, strict=True):
+            assert mx.array_equal(a(x), b(x))

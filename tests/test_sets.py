@@ -253,6 +253,15 @@ def test_inputs_are_not_written_over(copied: list[Path]) -> None:
         rsv_format.split(copied[0], copied[0].parent / "model.rsv", SIZE)
     with pytest.raises(RsvError, match="is the input itself"):
         rsv_format.merge(copied[0], copied[1], force=True)
+    for command in ("export", "cat", "report", "extract"):
+        for name in (copied[0], copied[0].parent / "*.rsv"):
+            out = copied[1].parent if command == "extract" else copied[1]
+            (copied[0].parent / "notes.txt").unlink(missing_ok=True)
+            if command == "extract":
+                (copied[0].parent / "notes.txt").hardlink_to(copied[1])
+            arguments = [command, name, *(["notes.txt"] if command in ("cat", "extract") else []), "-o", out, "--force"]
+            result = CliRunner().invoke(app, [str(x) for x in arguments])
+            assert result.exit_code == 2 and "is the input itself" in result.output, result.output
     assert [path.read_bytes() for path in copied] == before
 
 
