@@ -56,7 +56,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path not in {"/model.rsv", *server.others}:
             self.send_error(404)
             return
-        if server.heeds_matches and self.headers.get("If-Match", server.version.get("ETag")) != server.version.get("ETag"):
+        if server.heeds_matches and self.headers.get("If-Match", server.version.get("ETag")) != server.version.get(
+            "ETag"
+        ):
             server.unmatched += 1
             self.send_error(412)
             return
