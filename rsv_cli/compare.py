@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod, sqrt
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer

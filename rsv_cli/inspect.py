@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
 from math import isfinite
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer

@@ -20,6 +20,7 @@ from rsv_format.threads import ordered
 Rows = NDArray[np.float32]
 Fetch = Callable[[str], Sequence[Rows] | None]
 Observe = Callable[[str, Rows], None]
+_MLP_NUMBERS = 2**23  # within an MLP, for each token at a time as many as it is wide
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Decoder:
         Hugging Face name of a tensor -> its rows, float32 matrices that lie one below the other, or a vector alone;
         None where the model has none.
     observe : callable, optional
-        Told the name and the input (tokens, in_features) of each linear layer.
+        Told the name and the input (tokens, in_features) of each linear layer; of one in an MLP for some tokens at a
+        time.
     window : int, optional
         Tokens are taken in runs of so many, each a text of its own; one run of all if not given.
 
@@ -87,15 +89,19 @@ class Decoder:
         self.kv_heads = int(config.get("num_key_value_heads") or self.heads)
         self.eps = float(config.get("rms_norm_eps", 1e-6))
         self.theta = float(config.get("rope_theta") or 10000.0)
+        self.mlp_tokens = max(1, _MLP_NUMBERS // int(config.get("intermediate_size") or 1))  # at a time
 
     def run(self, embedded: Rows, progress: Callable[[int, int, str], None] | None = None) -> Rows:
         """Embedded tokens (tokens, hidden_size) through all blocks and the last norm: what the head sees."""
-        (last,) = deque(self.steps(embedded, progress), maxlen=1)
+        steps = self.steps(embedded, progress)
+        del embedded
+        (last,) = deque(steps, maxlen=1)
         return last
 
     def steps(self, embedded: Rows, progress: Callable[[int, int, str], None] | None = None) -> Iterator[Rows]:
         """Embedded tokens after each block, which runs when it is asked for, and after the last norm."""
         x = embedded * np.float32(np.sqrt(self.hidden_size)) if self.family.scaled_embedding else embedded
+        del embedded
         for i in range(self.blocks):
             block = f"model.layers.{i}"
             if progress is not None:
@@ -110,19 +116,22 @@ class Decoder:
             x = x + self._norm(f"{block}.post_attention_layernorm", attended)
             out = self._mlp(f"{block}.mlp", self._norm(f"{block}.pre_feedforward_layernorm", x))
             return x + self._norm(f"{block}.post_feedforward_layernorm", out)
-        x = x + attended
-        return x + self._mlp(f"{block}.mlp", self._norm(f"{block}.post_attention_layernorm", x))
+        attended += x
+        return attended + self._mlp(f"{block}.mlp", self._norm(f"{block}.post_attention_layernorm", attended))
 
     def _attention(self, name: str, x: Rows) -> Rows:
         tokens = x.shape[0]
         q = self._linear(f"{name}.q_proj", x).reshape(tokens, self.heads, -1)
         k = self._linear(f"{name}.k_proj", x).reshape(tokens, self.kv_heads, -1)
         v = self._linear(f"{name}.v_proj", x).reshape(tokens, self.kv_heads, -1)
-        q, k = (self._positioned(f"{name}.{part}_norm", rows) for part, rows in (("q", q), ("k", k)))
+        del x
         step = self.window or tokens
-        runs = (slice(start, start + step) for start in range(0, tokens, step))
-        mixed = np.concatenate([self._attended(q[run], k[run], v[run]) for run in runs])
-        return self._linear(f"{name}.o_proj", mixed)
+        for start in range(0, tokens, step):
+            run = slice(start, start + step)
+            at = (self._positioned(f"{name}.{part}_norm", rows[run]) for part, rows in (("q", q), ("k", k)))
+            q[run] = self._attended(*at, v[run]).reshape(q[run].shape)
+        del k, v
+        return self._linear(f"{name}.o_proj", q.reshape(tokens, -1))
 
     def _attended(self, q: Rows, k: Rows, v: Rows) -> Rows:
         """What the heads of one run of tokens gather, (tokens, heads * head_dim)."""
@@ -135,18 +144,24 @@ class Decoder:
         return np.asarray(np.matmul(weights, v.swapaxes(0, 1)).swapaxes(0, 1).reshape(tokens, -1))
 
     def _positioned(self, norm: str, heads: Rows) -> Rows:
-        """The head's own norm, where the model has one, then rotary positions."""
+        """Of one run of tokens: the head's own norm, where the model has one, then rotary positions."""
         if self.fetch(f"{norm}.weight") is not None:
             heads = self._norm(norm, heads)
         half = heads.shape[-1] // 2
         frequencies = self.theta ** (-np.arange(half) / half)
-        positions = np.arange(heads.shape[0]) % (self.window or heads.shape[0])
-        angle = (positions[:, None] * frequencies)[:, None, :]
+        angle = (np.arange(heads.shape[0])[:, None] * frequencies)[:, None, :]
         cos, sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
         a, b = heads[..., :half], heads[..., half:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     def _mlp(self, name: str, x: Rows) -> Rows:
+        out = np.empty_like(x)
+        for start in range(0, x.shape[0], self.mlp_tokens):
+            some = slice(start, start + self.mlp_tokens)
+            out[some] = self._gated(name, x[some])
+        return out
+
+    def _gated(self, name: str, x: Rows) -> Rows:
         gate = self._linear(f"{name}.gate_proj", x)
         if self.family.gelu:
             gate = gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2

@@ -16,7 +16,7 @@ import rsv_format
 from rsv_format import RsvError, quantize_matrix
 from rsv_format.decoder import Decoder
 from rsv_format.packing import window_indices
-from rsv_format.quantizer.calibration import DecoderCalibration, block_of
+from rsv_format.quantizer.calibration import DecoderCalibration, add_squares, block_of, mean_of
 from rsv_format.quantizer.codebooks import centroids
 from rsv_format.quantizer.feedback import encoder, spread_errors
 from rsv_format.quantizer.matrix import make_transform
@@ -86,6 +86,34 @@ def test_outputs_come_nearer_on_tokens_that_it_has_not_seen(
         assert transform is not None
         errors.append(np.square(new @ (transform.apply_inverse(said) - w).T).sum())
     assert errors[1] < gain * errors[0]
+
+
+@pytest.mark.parametrize("width", [130, 700, 1184])
+def test_what_is_spread_is_the_formula(width: int) -> None:
+    """In the place of the moment, panel by panel: as of the inverse, in binary64."""
+    x, transform = inputs(1, 700, width), make_transform(width, seed=7)
+    moment = (x.T @ x / len(x)).astype(np.float32)
+    before = moment.copy()
+    known = spread_errors(moment, len(x), transform)
+    assert known is not None and np.array_equal(moment, before)
+    again = spread_errors(moment, len(x), transform, overwrite=True)
+    assert again is not None and np.shares_memory(again[0][2], moment)
+    assert transform is not None
+    h = transform.apply(transform.apply(before.astype(np.float64)).T)
+    h = h / np.trace(h) * width + 2048 / 700 * np.eye(width)
+    upper = np.linalg.cholesky(np.linalg.inv(h)).T
+    for (start, stop, matrix), (_, _, same) in zip(known, again, strict=True):
+        right = np.linalg.solve(upper[start:stop, start:stop], upper[start:stop, stop:])
+        assert np.abs(matrix - right).max(initial=0) < 1e-5 and np.array_equal(matrix, same)
+
+
+def test_sums_of_squares_are_those_of_the_product() -> None:
+    x = inputs(1, 900, 1100)
+    moment = np.zeros((1100, 1100), np.float32)
+    for start in range(0, 900, 250):
+        add_squares(moment, x[start : start + 250])
+    whole = mean_of(moment, 900)
+    assert whole is moment and np.allclose(whole, x.T @ x / 900, atol=1e-5) and np.array_equal(whole, whole.T)
 
 
 def test_where_channels_are_alike_there_is_nothing_to_spread() -> None:

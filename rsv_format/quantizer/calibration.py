@@ -23,6 +23,7 @@ from rsv_format.sources import Source
 
 CALIBRATION_TOKENS = 8192  # of a text
 WINDOW = 512  # of context
+_STRIP = 512  # rows of a moment that are made at a time
 
 _BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 _TABLE, _HEAD = "model.embed_tokens", "lm_head"
@@ -78,33 +79,49 @@ class DecoderCalibration:
         if embedding is None or int(self._ids.max()) >= embedding.shape[0]:
             raise RsvError("source_invalid", self._source.path, "its embedding table does not have these tokens")
         found: dict[str, NDArray[np.float32]] = {}
-        last: list[tuple[Rows, NDArray[np.float32]]] = []  # layers with one input have one moment
+        wanted = frozenset(names)
 
         def observe(name: str, x: Rows) -> None:
-            if not last or last[0][0] is not x:
-                last[:] = [(x, x.T @ x / np.float32(x.shape[0]))]
-            found[name] = last[0][1]
+            if name in wanted:
+                if name not in found:
+                    found[name] = np.zeros((x.shape[1], x.shape[1]), np.float32)
+                add_squares(found[name], x)
 
         with running("source_invalid", self._source.path):
-            embedded = embedding.taken(self._ids)
             decoder = Decoder(self._source.config or {}, self._fetched, observe, WINDOW)
-            steps = decoder.steps(embedded)
+            steps = decoder.steps(embedding.taken(self._ids))
         head = _HEAD if f"{_HEAD}.weight" in self._source.tensors else _TABLE
         reached = -1
         for name in names:
             while reached < min(block_of(name), decoder.blocks):
                 found.clear()
-                last.clear()
                 with running("source_invalid", self._source.path):
                     x = next(steps)
-                reached += 1
-                if reached == decoder.blocks:
-                    observe(head, x)
-            yield found.get(name)
+                    reached += 1
+                    if reached == decoder.blocks:
+                        observe(head, x)
+            yield mean_of(found.pop(name), self.tokens) if name in found else None
 
     def _fetched(self, name: str) -> Sequence[Rows] | None:
         tensor = self._source.tensors.get(name)
         return None if tensor is None else tensor.pieces()
+
+
+def add_squares(moment: NDArray[np.float32], x: Rows) -> None:
+    """Add x' x, of x (tokens, in_features), to what is above the diagonal and on it, without another such matrix."""
+    for start in range(0, moment.shape[0], _STRIP):
+        moment[start : start + _STRIP, start:] += x[:, start : start + _STRIP].T @ x[:, start:]
+
+
+def mean_of(moment: NDArray[np.float32], tokens: int) -> NDArray[np.float32]:
+    """A sum of which `add_squares` has made the upper half, divided, and whole; the same array."""
+    moment /= np.float32(tokens)
+    for start in range(0, moment.shape[0], _STRIP):
+        stop = start + _STRIP
+        moment[stop:, start:stop] = moment[start:stop, stop:].T
+        square = moment[start:stop, start:stop]
+        square[:] = np.triu(square) + np.triu(square, 1).T
+    return moment
 
 
 def windows(ids: Sequence[int], begin: int | None) -> list[int]:

@@ -433,7 +433,8 @@ class Job:
             self.progress(done, total, finished.group[0])
 
         self.progress(done, total, "")
-        tasks = (task(group, moment) for group, moment in zip(groups, self._moments(groups), strict=False))
+        moments = self._moments(groups)
+        tasks = (task(group, next(moments, None)) for group in groups)
         yield from spread_out(away.executor, tasks, 2 * away.workers, told)
 
     def quantized(self) -> Iterator[LayerData]:
@@ -452,18 +453,22 @@ class Job:
         """The layers of some groups, each to be taken, or left out, before the next one."""
         total = self._weights(self.layers)
         done = total - sum(map(self._weights, groups))
-        for group, moment in zip(groups, self._moments(groups), strict=False):
+        moments = self._moments(groups)
+        for group in groups:
             self.progress(done, total, group[0])
+            moment = next(moments, None)
             importance = self.importance.get(group[0])
             if importance is not None and moment is not None:
                 importance = feedback_importance(importance)
             transform = self._transform(group, importance)
             known = None
             if moment is not None and self.feedback is not None:
-                known = spread_errors(moment, self.feedback.tokens, transform)
+                known = spread_errors(moment, self.feedback.tokens, transform, overwrite=True)
+            del moment
             for name in group:
                 yield _Pieces(name, transform, self._quantized(name, transform, known, done, total))
                 done += self._weights([name])
+            del known  # before the next one's moment is there
         self.progress(total, total, "")
 
     def header(self, layer_bits: Mapping[str, int]) -> Header:

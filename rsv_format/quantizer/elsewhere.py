@@ -42,8 +42,8 @@ class Seen:
         """It is in the journal."""
 
     def moments(self, names: Sequence[str]) -> Iterator[Moment | None]:
-        """That of the one group."""
-        return iter([self.moment])
+        """That of the one group; a copy, as the task may be done again."""
+        return iter([None if self.moment is None else self.moment.copy()])
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,9 @@ in order, and what each loses is spread over the columns to come so that the who
 
     inv(H) = U' U,   E = (W - Q)[:, block] inv(U[block, block]),   W[:, later] -= E U[block, later].
 
+U is the inverse of the upper triangular V with H = V V', so that H itself is never inverted; all of it is done in the
+place of H, which is the largest thing in memory here, in float32, which the white noise below makes precise enough.
+
 H comes from few tokens and fits them: it is made to have seen some tokens of white noise as well. And since feedback
 heeds what it says of single channels too, the transform's channel scales need heed their importance half as much: if
 feedback were perfect, not at all.
@@ -40,7 +43,9 @@ Floats = NDArray[np.floating[Any]]
 Spread = tuple[tuple[int, int, NDArray[np.float32]], ...]
 
 _DOUBT = 2048  # tokens of white noise that H is made to have seen as well
+_LEAST_DOUBT = 1e-3  # of white noise in H, so that it has a root in float32
 _BLOCK = 64  # columns
+_PANEL = 8  # blocks that are factored together
 _AHEAD = 16  # columns that a path looks ahead, so that it does not end in a bad state
 _ROWS = 256  # of a scalar codebook, at a time
 
@@ -50,7 +55,9 @@ def feedback_importance(importance: Floats) -> Floats:
     return np.asarray(np.sqrt(importance))
 
 
-def spread_errors(moment: Floats, tokens: int, transform: Transform | None) -> Spread | None:
+def spread_errors(
+    moment: Floats, tokens: int, transform: Transform | None, *, overwrite: bool = False
+) -> Spread | None:
     """How the errors of each block of columns are spread over those that come later.
 
     Parameters
@@ -60,26 +67,55 @@ def spread_errors(moment: Floats, tokens: int, transform: Transform | None) -> S
     tokens : int
     transform : Transform or None
         The layer's.
+    overwrite : bool
+        Work in the moment's own memory, which is then no moment any more, if it is float32.
 
     Returns
     -------
     For each block: its first column, the one behind its last, and float32 (columns, later columns) to multiply its
-    errors with. None where the moment says nothing, or there is one block.
+    errors with, a part of one matrix (in_features, in_features). None where the moment says nothing, or there is one
+    block.
     """
-    h = moment.astype(np.float64)
-    if transform is not None:
-        h = transform.apply(np.ascontiguousarray(transform.apply(h).T)).astype(np.float64)
-    mean = float(np.einsum("ii->", h)) / h.shape[0]
+    h: NDArray[np.float32] = np.require(moment, np.float32, ["C", "W"])
+    if not overwrite and np.shares_memory(h, moment):
+        h = h.copy()
     edges = [*range(0, max(h.shape[0] - _BLOCK // 2, 1), _BLOCK), h.shape[0]]
-    if len(edges) == 2 or not np.isfinite(h).all() or not mean > 0:
+    panels = _spans([*edges[:-1:_PANEL], edges[-1]])
+    if transform is not None:
+        for start, stop in panels:
+            h[start:stop] = transform.apply(h[start:stop].astype(np.float64))
+        for start, stop in panels:
+            h[:, start:stop] = transform.apply(h[:, start:stop].T.astype(np.float64, order="C")).T
+    mean = np.einsum("ii->", h, dtype=np.float64) / h.shape[0]
+    if len(edges) == 2 or not all(np.isfinite(h[start:stop]).all() for start, stop in panels) or not mean > 0:
         return None
-    h = h / mean
-    h[np.diag_indices_from(h)] += _DOUBT / tokens
-    upper = np.linalg.cholesky(np.linalg.inv(h)).T
-    return tuple(
-        (start, stop, np.linalg.solve(upper[start:stop, start:stop], upper[start:stop, stop:]).astype(np.float32))
-        for start, stop in zip(edges, edges[1:], strict=False)
-    )
+    h /= np.float32(mean)
+    h[np.diag_indices_from(h)] += np.float32(max(_DOUBT / tokens, _LEAST_DOUBT))
+    _invert_root(h, panels)
+    for start, stop in _spans(edges):
+        h[start:stop, stop:] = np.linalg.solve(h[start:stop, start:stop], h[start:stop, stop:])
+    return tuple((start, stop, h[start:stop, stop:]) for start, stop in _spans(edges))
+
+
+def _spans(edges: list[int]) -> list[tuple[int, int]]:
+    return [*zip(edges, edges[1:], strict=False)]
+
+
+def _invert_root(h: NDArray[np.float32], panels: list[tuple[int, int]]) -> None:
+    """Make h = V V', with V upper triangular, into inv(V); below the panels on the diagonal it has no meaning then."""
+    for start, stop in reversed(panels):
+        panel = slice(start, stop)
+        root = np.linalg.cholesky(h[panel, panel][::-1, ::-1].astype(np.float64))[::-1, ::-1]
+        h[panel, panel] = root
+        h[:start, panel] = h[:start, panel] @ np.linalg.inv(root).T.astype(np.float32)
+        for top, bottom in panels[: panels.index((start, stop))]:
+            h[top:bottom, top:start] -= h[top:bottom, panel] @ h[top:start, panel].T
+    for start, stop in panels:
+        panel = slice(start, stop)
+        inverse = np.linalg.inv(h[panel, panel].astype(np.float64)).astype(np.float32)
+        for top, bottom in panels[: panels.index((start, stop))]:  # from above: it is what those below it were
+            h[top:bottom, panel] = -(h[top:bottom, top:start] @ h[top:start, panel]) @ inverse
+        h[panel, panel] = inverse
 
 
 def encoder(

@@ -33,7 +33,8 @@ class Calibration(Protocol):
 
     def moments(self, names: Sequence[str]) -> Iterator[NDArray[np.float32] | None]:
         """For each of some layers, in their order, which is best that of the blocks: the mean of x' x, x
-        (in_features,) being its input, float32 (in_features, in_features); None for a layer that is not seen."""
+        (in_features,) being its input, float32 (in_features, in_features), which is written over then; None for a layer
+        that is not seen."""
 
 
 @dataclass(frozen=True, kw_only=True)

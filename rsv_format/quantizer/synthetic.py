@@ -17,6 +17,7 @@ from rsv_format.rotation import splitmix64
 from rsv_format.sources import Source
 
 _TOKENS = 128  # 512 of them change the result little
+_SQUARES = 2**21  # numbers of which squares are taken together
 _FIRST_TOKEN = 3  # below lie the ids that most vocabularies keep for control tokens
 
 
@@ -57,7 +58,10 @@ def measured_importance(
     found: dict[str, NDArray[np.float64]] = {}
 
     def observe(name: str, x: Rows) -> None:
-        found[name] = np.mean(np.square(x, dtype=np.float64), axis=0)
+        step = max(1, _SQUARES // x.shape[1])
+        for start in range(0, x.shape[0], step):
+            part = np.add.reduce(np.square(x[start : start + step], dtype=np.float64), axis=0) / tokens.size
+            found[name] = found[name] + part if name in found else part
 
     def fetch(name: str) -> Sequence[Rows] | None:
         tensor = source.tensors.get(name)
