@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -148,7 +146,7 @@ def quantize(
     shard_size: Annotated[
         str | None,
         typer.Option("--shard-size", metavar="SIZE", help="Write shards of at most so much, such as 2GB, OUT-00001-of-"
-                     "00003.rsv and so on: while they are written, the disk holds the file twice.",
+                     "00003.rsv and so on, all or none: while they are written, the disk holds the content twice.",
                      show_default=False),
     ] = None,
     drop_leftovers: Annotated[
@@ -184,10 +182,6 @@ def quantize(
         raise typer.BadParameter("there would be nothing left to resume", param_hint="--remove-leftovers")
     if output is None and not dry_run:
         raise typer.BadParameter("is missing", param_hint="--output")
-    if shard_size is not None and resume:
-        raise typer.BadParameter(
-            "a run that makes shards is not resumed: quantize, then rsv split", param_hint="--shard-size"
-        )
     room = size_of(memory, "--memory")
     most = None if shard_size is None else size_of(shard_size, "--shard-size")
     source = at_revision(source, revision)
@@ -217,6 +211,7 @@ def quantize(
             "tokenizer": not no_tokenizer,
             "threads": threads,
             "memory": room,
+            "shard_size": most,
         }
         if output is None or dry_run:
             with cluster(scheduler):
@@ -227,7 +222,7 @@ def quantize(
                 _print_plan(planned)
             return
         with terminal.progress("quantizing", quiet=quiet) as told, cluster(scheduler) as away:
-            report = (_quantized if most is None else partial(_sharded, shard_size=most))(
+            report = _quantized(
                 source,
                 output,
                 text=words,
@@ -241,22 +236,6 @@ def quantize(
             terminal.write_json(_tree(report))
         elif not quiet:
             _print_report(report)
-
-
-def _sharded(source: str, output: Path, shard_size: int, text: str | None, **options: Any) -> QuantizeReport:
-    """Quantized into a file beside the shards, which is then split."""
-    from rsv_format.scratch import Folder
-    from rsv_format.splitting import split
-
-    folder = Folder(os.path.dirname(os.path.abspath(output)))
-    try:
-        folder.make()
-        whole = Path(folder.path, output.name)
-        report = _quantized(source, whole, text, **options)
-        names = split(whole, output, shard_size, force=options["force"])
-    finally:
-        folder.remove()
-    return replace(report, path=names[0])
 
 
 def _quantized(source: str, output: Path, text: str | None, **options: Any) -> QuantizeReport:
@@ -299,6 +278,7 @@ def _tree(report: QuantizeReport) -> dict[str, Any]:
     summary = report.summary
     return {
         "path": report.path,
+        "shards": list(report.shards),
         "seconds": report.seconds,
         "layers": report.layers,
         "weighted_layers": report.weighted_layers,
@@ -329,6 +309,11 @@ def _print_plan(planned: QuantizePlan) -> None:
         f"{most}{describe.size(planned.nbytes)}, {planned.bits_per_weight:.3f} bits per weight",
         f"{planned.seconds:.1f} s to encode, by a trial; to read, and to find out what matters, takes more",
         f"{describe.size(planned.memory)} of memory in the trial",
+        *(
+            [f"{planned.shards} shards; the disk holds {describe.size(planned.disk)} while they are written"]
+            if planned.shards
+            else []
+        ),
     ]
     console = terminal.stdout()
     console.print(table)
@@ -341,6 +326,7 @@ def _print_report(report: QuantizeReport) -> None:
     summary = report.summary
     line = Text.assemble(("wrote", "bold green"), f"  {terminal.plain(report.path)}  {describe.size(summary.nbytes)}")
     facts = [
+        *([f"the first of {len(report.shards)} shards"] if report.shards else []),
         f"{report.layers} layers",
         f"{describe.count(summary.weights)} weights, {describe.percent(summary.share, 1)} of all",
         f"{summary.bits_per_weight:.3f} bits per weight",

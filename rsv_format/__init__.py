@@ -12,8 +12,8 @@ Modules, bottom up:
 - header: JSON to structs;  validate: rules between entries, the walk over the blobs
 - canonical: the order of entries;  sets: one content in several files
 - payload: checks of values;  reader: open and view;  verify: check it all;  writer: stream into place
+- splitting: into shards, and back;  summary: where the bytes went
 - sources: where models come from;  quantizer: what makes content of them
-- summary: where the bytes went;  splitting: into shards, and back
 - difference: of two files;  vqrs: VeloxQuant-MLX's;  upgrade: those and earlier drafts as RSV
 - dense: a file as a source;  report: a page to look at, drawn by page/
 

@@ -126,6 +126,11 @@ class Output:
         self._folder = -1
         _unfinished.discard(self)
 
+    def forget(self) -> None:
+        """Discard, even what was to be taken up: it is of no use any more."""
+        self._kept = False
+        self.discard()
+
     def __enter__(self) -> Output:
         return self
 
@@ -353,9 +358,10 @@ def unfinished_path(path: StrPath) -> str:
 
 
 def is_of(leftover: Path, path: StrPath) -> bool:
-    """Whether what was left behind was to come to this path."""
-    own = f".{_short(os.path.basename(os.path.realpath(path)))}"
-    return re.fullmatch(rf"{re.escape(own)}\.(?:[0-9a-f]{{12}}\.tmp|unfinished)", leftover.name) is not None
+    """Whether what was left behind was to come to this path, or to that of a shard of what was to be there."""
+    stem, suffix = os.path.splitext(_short(os.path.basename(os.path.realpath(path))))
+    own = rf"{re.escape(stem)}(?:-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}"
+    return re.fullmatch(rf"\.{own}\.(?:[0-9a-f]{{12}}\.tmp|unfinished)", leftover.name) is not None
 
 
 def discard_all() -> None:

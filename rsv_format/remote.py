@@ -57,12 +57,16 @@ class Remote:
         if found.get("size") is None:
             raise RsvError("io_error", url, "its length is not told: it cannot be read by ranges")
         self.nbytes = int(found["size"])
-        self.disk = self
         self._identity = _identity(found)
         more = {} if answers is None else {"size": self.nbytes, "headers": answers.wanted(found)}
         self._file = self._tried(lambda: self._fs.open(self._path, "rb", cache_type="none", **more))
         if not (self._file.seekable() and found.get("partial", True)):
             raise RsvError("io_error", url, _NO_RANGES)
+
+    @property
+    def disk(self) -> Remote:
+        """Itself."""
+        return self
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Some of the bytes, fetched."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rsv_format.canonical import arrange
 from rsv_format.errors import RsvError
@@ -58,23 +58,39 @@ def split(
         bad_argument: the size is not positive, or there would be more than 99999 shards, or something that may not
         be replaced is at a path; blob_digest_mismatch; io_error; what `open` raises. SPEC section 12.1.
     """
-    if shard_size < 1:
-        raise RsvError("bad_argument", "shard_size", f"{shard_size} bytes are no size")
     with open_file(source) as mapped:
-        file = mapped.unmapped()
-        whole = arrange(joined_header([_without_membership(file.header)]))
-        parts = _parts(whole, shard_size)
-        if len(parts) > MAX_SHARDS:
-            raise RsvError("bad_argument", "shard_size", f"{len(parts)} shards, and {MAX_SHARDS} are the most")
-        id = set_id(whole)
-        names = [shard_name(os.fspath(out), len(parts), i) for i in range(len(parts))]
-        inputs = paths_of(source)
-        headers = [
-            replace(part, extensions={**part.extensions, EXTENSION: Membership(id, len(parts), i).extension})
-            for i, part in enumerate(parts)
-        ]
-        _write_all(file, [Output(name, RSV_FILE, inputs=inputs, force=force) for name in names], headers, progress)
+        return spread(mapped.unmapped(), out, shard_size, inputs=paths_of(source), force=force, progress=progress)
+
+
+def spread(
+    file: File,
+    out: StrPath,
+    shard_size: int,
+    *,
+    inputs: Iterable[StrPath],
+    force: bool = False,
+    progress: Progress | None = None,
+) -> list[str]:
+    """As `split`, of an open file that is not mapped; `inputs` are never replaced."""
+    whole = arrange(joined_header([_without_membership(file.header)]))
+    parts = _parts(whole, shard_size)
+    id = set_id(whole)
+    headers = [
+        replace(part, extensions={**part.extensions, EXTENSION: Membership(id, len(parts), i).extension})
+        for i, part in enumerate(parts)
+    ]
+    names = _names(out, len(parts))
+    _write_all(file, [Output(name, RSV_FILE, inputs=inputs, force=force) for name in names], headers, progress)
     return names
+
+
+def shard_paths(header: Header, out: StrPath, shard_size: int) -> list[str]:
+    """Where the shards of a content will be, of whose header no digest need be known yet; bad_argument as `split`."""
+    return _names(out, len(_parts(arrange(header), shard_size)))
+
+
+def _names(out: StrPath, count: int) -> list[str]:
+    return [shard_name(os.fspath(out), count, i) for i in range(count)]
 
 
 def merge(source: StrPath, out: StrPath, *, force: bool = False, progress: Progress | None = None) -> None:
@@ -116,6 +132,8 @@ def _without_membership(header: Header) -> Header:
 
 def _parts(whole: Header, shard_size: int) -> list[Header]:
     """Headers of the shards, but for what they say of the set: as much in each as there is room for."""
+    if shard_size < 1:
+        raise RsvError("bad_argument", "shard_size", f"{shard_size} bytes are no size")
     bare = replace(whole, codebooks=(), transforms=(), layers=(), tensors=(), attachments=())
     rest = replace(bare, extensions={})
     sizes = {(blob.kind, blob.index): 0 for blob in walk(whole, 0)[0]}
@@ -140,6 +158,8 @@ def _parts(whole: Header, shard_size: int) -> list[Header]:
         shards[-1][kind == "tensor"].append(i)
         tables |= needed
         used += more
+    if len(shards) > MAX_SHARDS:
+        raise RsvError("bad_argument", "shard_size", f"{len(shards)} shards, and {MAX_SHARDS} are the most")
     return [
         arrange(
             replace(

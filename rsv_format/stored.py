@@ -48,14 +48,18 @@ class Memory:
 
 
 class Disk:
-    """Bytes of a regular file, by a descriptor of its own that is closed with the last owner."""
+    """Bytes of a regular file, its first ones, by a descriptor of its own that is closed with the last owner."""
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
         self.descriptor = os.dup(descriptor)
         weakref.finalize(self, os.close, self.descriptor)
         self.nbytes = nbytes
-        self.disk = self
-        self._modified = os.fstat(self.descriptor).st_mtime_ns
+        self._opened = _identity(self.descriptor)
+
+    @property
+    def disk(self) -> Disk:
+        """Itself."""
+        return self
 
     def holes(self) -> int:
         """Bytes that were never written, of which the system knows: they take no room and read as zeros."""
@@ -105,9 +109,13 @@ class Disk:
 
     def check_unchanged(self) -> None:
         """Whether length and time of change are those at the opening."""
-        found = os.fstat(self.descriptor)
-        if (found.st_size, found.st_mtime_ns) != (self.nbytes, self._modified):
+        if _identity(self.descriptor) != self._opened:
             raise RsvError("io_error", "file", "it was changed while it was read")
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_size, found.st_mtime_ns
 
 
 class Ahead:

@@ -446,18 +446,28 @@ class Writer:
         """Write an attached file."""
         self._put(("attachment", name), [(0, memoryview(data))])
 
+    def described(self) -> Header:
+        """The header with all digests.
+
+        Raises
+        ------
+        RsvError
+            content_invalid: something that the header names was not written.
+        """
+        missing = [f"{kind} {name}" for kind, name in self._blobs.keys() - self._digests.keys()]
+        if missing:
+            raise RsvError("content_invalid", min(missing), f"{len(missing)} blobs were never written")
+        return self._with_digests()
+
     def finish(self) -> FileIO:
         """Fill in the digests: the file is complete, and can be read, though its path does not know of it yet.
 
         Raises
         ------
         RsvError
-            content_invalid: something that the header names was not written; io_error.
+            As `described`; io_error.
         """
-        missing = [f"{kind} {name}" for kind, name in self._blobs.keys() - self._digests.keys()]
-        if missing:
-            raise RsvError("content_invalid", min(missing), f"{len(missing)} blobs were never written")
-        text = build_header(self._with_digests())
+        text = build_header(self.described())
         assert len(text) == self._header_nbytes
         self._write(0, build_prologue(text, self._file_nbytes))
         self._write(PROLOGUE_NBYTES, text)
@@ -482,13 +492,18 @@ class Writer:
         self._file = None
         self._output.discard()
 
+    def forget(self) -> None:
+        """Give up for good, as what was written has come elsewhere: nothing is left, not even to be taken up."""
+        self._file = None
+        self._output.forget()
+
     def __enter__(self) -> Writer:
         self._file = self._output.open(self._file_nbytes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            if e is None:
+            if e is None and self._file is not None:
                 self.commit()
         finally:
             self.discard()

@@ -887,3 +887,19 @@ def test_what_never_ends_is_not_read_whole(tmp_path: Path) -> None:
             else:
                 with pytest.raises(RsvError, match="file_t"):
                     rsv_format.open(pipe)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+def test_a_descriptor_goes_with_the_file(tmp_path: Path) -> None:
+    """At once, and not with the next collection: its lock too would stay."""
+    rsv_format.write(tmp_path / "a.rsv")
+    before = len(os.listdir("/proc/self/fd"))
+    gc.disable()
+    try:
+        for mmap in (True, False):
+            with rsv_format.open(tmp_path / "a.rsv", mmap=mmap) as file:
+                file.unmapped().check_unchanged()
+            del file
+            assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()

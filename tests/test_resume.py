@@ -21,9 +21,10 @@ import pytest
 from test_pieces import llama
 
 import rsv_format
-from rsv_format import RsvError, open_source
+from rsv_format import RsvError, open_source, splitting
 from rsv_format.outputs import leftovers, unfinished_path
 from rsv_format.quantizer.calibration import DecoderCalibration
+from rsv_format.quantizer.plan import plan
 from rsv_format.quantizer.unfinished import Journal
 from rsv_format.writer import Writer
 
@@ -316,3 +317,92 @@ def test_a_full_disk_leaves_what_was_done_for_a_run_that_resumes(
     assert not out.exists() and os.path.exists(unfinished_path(out))
     rsv_format.quantize(model, out, resume=True)
     assert out.read_bytes() == (tmp_path / "whole.rsv").read_bytes()
+
+
+# into shards
+
+SHARD = 30_000
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_shards_are_taken_up_and_all_or_none(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interrupted while layers are made, or while the shards are written: nothing but the unfinished file is left."""
+    out = tmp_path / "out" / "a.rsv"
+    out.parent.mkdir()
+    rsv_format.quantize(model, tmp_path / "whole.rsv")
+    wanted = [Path(name).read_bytes() for name in rsv_format.split(tmp_path / "whole.rsv", tmp_path / "w.rsv", SHARD)]
+    assert len(wanted) > 2
+    interrupted(9, model, out, resume=True, shard_size=SHARD)
+    assert names_in(out.parent) == [".a.rsv.unfinished"]
+    commit = splitting.commit
+    monkeypatch.setattr(splitting, "commit", lambda *outputs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        rsv_format.quantize(model, out, resume=True, shard_size=SHARD)
+    assert names_in(out.parent) == [".a.rsv.unfinished"]
+    with pytest.raises(ZeroDivisionError):
+        rsv_format.quantize(model, tmp_path / "c.rsv", shard_size=SHARD)
+    assert not list(tmp_path.glob("*c*.rsv*"))
+    monkeypatch.setattr(splitting, "commit", commit)
+    monkeypatch.setattr(Writer, "layer_pieces", lambda *_: pytest.fail("all layers are there"))
+    report = rsv_format.quantize(model, out, resume=True, shard_size=SHARD)
+    assert [Path(name).read_bytes() for name in report.shards] == wanted and report.path == report.shards[0]
+    assert names_in(out.parent) == [Path(name).name for name in report.shards]
+    assert report.summary.weights == rsv_format.summarize(tmp_path / "whole.rsv").weights
+
+
+def test_shards_of_a_run_that_was_killed(model: Path, tmp_path: Path) -> None:
+    """By SIGKILL while it writes shards: named with its age, taken up by --resume, or removed."""
+    script = (
+        "import os, signal, sys; from rsv_format import splitting, quantize;"
+        "splitting.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL);"
+        f"quantize(sys.argv[1], sys.argv[2], shard_size={SHARD})"
+    )
+    out = tmp_path / "out" / "a.rsv"
+    out.parent.mkdir()
+
+    def killed() -> None:
+        done = subprocess.run([sys.executable, "-c", script, model, out], cwd=ROOT, check=False)
+        assert done.returncode == -signal.SIGKILL
+        assert names_in(out.parent)[0] == ".a.rsv.unfinished"
+        assert all(name.endswith((".unfinished", ".tmp")) for name in names_in(out.parent))
+
+    def rsv(*options: str) -> str:
+        command = [*RSV, "quantize", str(model), "-o", str(out), "--shard-size", str(SHARD), *options]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stderr
+
+    killed()
+    assert "left behind" in rsv("--dry-run") and ".a.rsv.unfinished" in names_in(out.parent)
+    rsv("--resume")
+    made = names_in(out.parent)
+    assert len(made) > 2 and made[0] == f"a-00001-of-{len(made):05d}.rsv"
+    for name in made:
+        (out.parent / name).unlink()
+    killed()
+    (out.parent / ".a-00001-of-00002.rsv.0123456789ab.tmp").touch()
+    assert rsv("--remove-leftovers").count("removed") == 2
+    assert names_in(out.parent) == made
+
+
+def test_what_can_be_known_of_shards_is_told_before_the_work(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = plan(model, shard_size=SHARD)
+    report = rsv_format.quantize(model, tmp_path / "a.rsv", shard_size=SHARD)
+    assert planned.shards == len(report.shards) and planned.disk == 2 * planned.nbytes
+    alone = plan(model)
+    assert (alone.shards, alone.disk) == (0, alone.nbytes)
+    needed: list[int] = []
+    monkeypatch.setattr("rsv_format.outputs._check_room", lambda descriptor, nbytes: needed.append(nbytes))
+    rsv_format.quantize(model, tmp_path / "b.rsv", shard_size=SHARD)
+    assert needed[1] >= 1.9 * planned.nbytes  # before the model is run
+    monkeypatch.setattr("rsv_format.quantizer.conversion.synthetic_importance", lambda *_: pytest.fail("was run"))
+    with pytest.raises(RsvError, match="bad_argument"):
+        rsv_format.quantize(model, tmp_path / "c.rsv", shard_size=0)
+    taken = Path(report.shards[1])
+    taken.write_text("not RSV")
+    with pytest.raises(RsvError, match="exists and is not an RSV file"):
+        rsv_format.quantize(model, tmp_path / "a.rsv", shard_size=SHARD)
+    assert taken.read_text() == "not RSV"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ from rsv_format.rotation import Floats, Transform
 from rsv_format.sources import Source, SourceTensor, open_source
 from rsv_format.sources.experts import stack_experts
 from rsv_format.sources.imatrix import load_imatrix
+from rsv_format.splitting import shard_paths, spread
+from rsv_format.stored import Disk
 from rsv_format.summary import Summary, summarize
 from rsv_format.threads import DEFAULT_MEMORY, Room, ordered
 from rsv_format.validate import walk
@@ -86,7 +89,7 @@ class QuantizeReport:
     """What `quantize` did: where the bytes went, how long it took, and how the importance was found.
 
     `left_out` are files beside the weights that may be of use and that cannot be attached, such as code. `memory` is
-    what was allowed for pieces.
+    what was allowed for pieces. `shards` are paths, the first of which is `path`, if shards were asked for.
     """
 
     path: str
@@ -96,6 +99,7 @@ class QuantizeReport:
     summary: Summary
     left_out: tuple[str, ...] = ()
     memory: int = DEFAULT_MEMORY
+    shards: tuple[str, ...] = ()
 
 
 def quantize(
@@ -106,6 +110,7 @@ def quantize(
     force: bool = False,
     threads: int | None = None,
     memory: int = DEFAULT_MEMORY,
+    shard_size: int | None = None,
     resume: bool = False,
     executor: Executor | None = None,
     workers: int | None = None,
@@ -130,6 +135,9 @@ def quantize(
         Bytes for what is read and encoded at a time, `LEAST_MEMORY` at least: some rows of a matrix, however large
         that is. What there is beside them does not grow with the model, but with error feedback, which takes some
         matrices (in_features, in_features). The file is the same for any number.
+    shard_size : int, optional
+        Write shards instead, as `split` does of the file, all of them or none: while they are written the disk holds
+        the content twice.
     resume : bool
         Go on with what an earlier run of the same options and source has left unfinished beside `out`, as a SIGKILL
         leaves it, and leave what is done if this one is interrupted, however that is. The file is the same.
@@ -159,7 +167,7 @@ def quantize(
     with _opened(source, tokenizer) as opened:
         job = Job(opened, chosen, given, room, progress or silent)
         inputs += [file.path for file in opened.files]
-        journal = job.journal(out, inputs, force=force, resume=resume)
+        journal = job.journal(out, inputs, force=force, resume=resume, shard_size=shard_size)
         if journal.measured is None:
             job.measure()
             journal.measured = Measured(job.importance, job.layer_bits)
@@ -170,13 +178,20 @@ def quantize(
                 raise RsvError("bad_argument", "executor", "want a source that other processes can open: its path")
             spec = os.path.abspath(source) if os.path.exists(source) else os.fspath(source)
             job.away = Away(executor, workers or os.cpu_count() or 1, spec, tokenizer)
-        with job.write(output, journal) as file:
-            summary = summarize(file)
-            if _repeats(file):
-                save(file, out)
-                summary = summarize(out)
+        path, paths = str(out), list[str]()
+        if shard_size is not None:
+            write = partial(spread, out=out, shard_size=shard_size, inputs=inputs, force=force)
+            paths = job.write_shards(output, journal, write)
+            path, summary = paths[0], summarize(paths[0])
+        else:
+            with job.write(output, journal) as file:
+                summary = summarize(file)
+                if _repeats(file):
+                    save(file, out)
+                    summary = summarize(out)
     seconds = time.perf_counter() - started
-    return QuantizeReport(str(out), seconds, len(job.layers), len(job.importance), summary, opened.left_out, memory)
+    return QuantizeReport(path, seconds, len(job.layers), len(job.importance), summary, opened.left_out, memory,
+                          tuple(paths))  # fmt: skip
 
 
 def quantize_layers(
@@ -329,7 +344,13 @@ class Job:
             self.importance = self._shared_importance(self._named_in(self.given))
 
     def journal(
-        self, out: str | os.PathLike[str], inputs: Iterable[str | os.PathLike[str]], *, force: bool, resume: bool
+        self,
+        out: str | os.PathLike[str],
+        inputs: Iterable[str | os.PathLike[str]],
+        *,
+        force: bool,
+        resume: bool,
+        shard_size: int | None = None,
     ) -> Journal:
         """What an earlier run has begun, or nothing yet, once what can be known before the work is in order.
 
@@ -341,7 +362,11 @@ class Job:
         """
         least = self.least_nbytes()
         journal = Journal.of(out, facts_of(self.source, self.options, self.given), resume)
-        check(out, RSV_FILE, inputs=inputs, force=force, nbytes=0 if journal.measured else least)
+        first = 0 if journal.measured else least
+        check(out, RSV_FILE, inputs=inputs, force=force, nbytes=first if shard_size is None else first + least)
+        if shard_size is not None:
+            for name in shard_paths(self.header(self.layer_bits), out, shard_size):  # nearly: the end checks again
+                check(name, RSV_FILE, inputs=inputs, force=force)
         return journal
 
     def least_nbytes(self) -> int:
@@ -372,42 +397,61 @@ class Job:
 
         Returned is that very file, whatever its path means by then.
         """
+        with self._writer(output, journal) as writer:
+            self._fill(writer, output, journal)
+            return open_file(writer.finish())
+
+    def write_shards(self, output: Output, journal: Journal, spread: Callable[..., list[str]]) -> list[str]:
+        """The same into a file that stays unfinished, so that a run that ends early can be taken up, and then spread
+        over shards, whose paths are returned."""
+        with self._writer(output, journal) as writer:
+            self._fill(writer, output, journal)
+            header = writer.described()
+            blobs, nbytes = walk(header, len(build_header(header)))
+            with File(Disk(output.descriptor, nbytes), header, blobs, 0) as file:
+                paths = spread(file, progress=self._phase("writing shards"))
+            writer.forget()
+            return paths
+
+    def _writer(self, output: Output, journal: Journal) -> Writer:
+        return Writer(output.path, self.header(self.layer_bits), output=output, finished=journal.note)
+
+    def _fill(self, writer: Writer, output: Output, journal: Journal) -> None:
+        """Write all blobs that the journal does not know."""
         header = self.header(self.layer_bits)
         positions = {layer.name: layer.transform for layer in header.layers}
-        with Writer(output.path, header, output=output, finished=journal.note) as writer:
-            journal.begin(output, writer.nbytes)
-            told = self._phase("taking up")
-            for i, ((kind, name), digest) in enumerate(journal.blobs.items()):
-                told(i, len(journal.blobs), name)
-                writer.adopt(kind, name, digest)
-            for i, entry in enumerate(header.codebooks):
-                if not writer.has_codebook(i):
-                    writer.codebook(i, self._centroids(entry.bits))
+        journal.begin(output, writer.nbytes)
+        told = self._phase("taking up")
+        for i, ((kind, name), digest) in enumerate(journal.blobs.items()):
+            told(i, len(journal.blobs), name)
+            writer.adopt(kind, name, digest)
+        for i, entry in enumerate(header.codebooks):
+            if not writer.has_codebook(i):
+                writer.codebook(i, self._centroids(entry.bits))
 
-            def is_written(group: list[str]) -> bool:
-                position = positions[group[0]]
-                has_transform = position is None or writer.has_transform(position)
-                return has_transform and all(map(writer.has_layer, group))
+        def is_written(group: list[str]) -> bool:
+            position = positions[group[0]]
+            has_transform = position is None or writer.has_transform(position)
+            return has_transform and all(map(writer.has_layer, group))
 
-            pending = [group for group in self.groups if not is_written(group)]
-            if self.away is not None:
-                for digests in self._written_elsewhere(self.away, pending, output, journal):
-                    for kind, name, digest in digests:
-                        writer.accept(kind, name, digest)
-                pending = []
-            for layer in self.layers_in_pieces(pending):
-                position = positions[layer.name]
-                if layer.transform is not None and position is not None and not writer.has_transform(position):
-                    writer.transform(position, layer.transform)
-                if not writer.has_layer(layer.name):
-                    writer.layer_pieces(layer.name, layer.pieces, self.bias_of(layer.name))
-            for name in self._kept():
-                if not writer.has_tensor(name):
-                    writer.tensor_pieces(name, self._as_kept(name))
-            for name, (_, data) in self.source.attachments.items():
-                writer.attachment(name, data)
-            self.source.check_unchanged()  # raised here, it leaves nothing behind
-            return open_file(writer.finish())
+        pending = [group for group in self.groups if not is_written(group)]
+        if self.away is not None:
+            for digests in self._written_elsewhere(self.away, pending, output, journal):
+                for kind, name, digest in digests:
+                    writer.accept(kind, name, digest)
+            pending = []
+        for layer in self.layers_in_pieces(pending):
+            position = positions[layer.name]
+            if layer.transform is not None and position is not None and not writer.has_transform(position):
+                writer.transform(position, layer.transform)
+            if not writer.has_layer(layer.name):
+                writer.layer_pieces(layer.name, layer.pieces, self.bias_of(layer.name))
+        for name in self._kept():
+            if not writer.has_tensor(name):
+                writer.tensor_pieces(name, self._as_kept(name))
+        for name, (_, data) in self.source.attachments.items():
+            writer.attachment(name, data)
+        self.source.check_unchanged()  # raised here, it leaves nothing behind
 
     def _written_elsewhere(
         self, away: Away, groups: list[list[str]], output: Output, journal: Journal

@@ -18,6 +18,7 @@ from rsv_format.quantizer.conversion import Job, _given_importance, _opened, _pa
 from rsv_format.quantizer.matrix import quantize_matrix
 from rsv_format.quantizer.options import QuantizeOptions
 from rsv_format.sources import Source, SourceTensor
+from rsv_format.splitting import shard_paths
 from rsv_format.threads import DEFAULT_MEMORY, Room
 from rsv_format.validate import walk
 
@@ -48,6 +49,10 @@ class QuantizePlan:
     seconds : float
         For the encoding alone, by a trial on some of the weights: what reading them takes, and to find out which
         channels matter, comes on top.
+    shards : int
+        How many there would be; 0 if one file is written.
+    disk : int
+        Bytes of the output's file system that are taken while it is written: with shards, those of the content twice.
     memory : int
         Bytes that this process had at most by the end of the trial. Error feedback takes more.
     """
@@ -58,6 +63,8 @@ class QuantizePlan:
     nbytes: int
     bits_per_weight: float
     seconds: float
+    shards: int
+    disk: int
     memory: int
 
 
@@ -70,6 +77,7 @@ def plan(
     resume: bool = False,
     threads: int | None = None,
     memory: int = DEFAULT_MEMORY,
+    shard_size: int | None = None,
     **options: Any,
 ) -> QuantizePlan:
     """Say what `quantize` would do with the same parameters; nothing is written, and little is read. Without `out`
@@ -96,6 +104,7 @@ def plan(
         budget = chosen.bits_per_weight
         if budget is not None:
             nbytes = job._limit(budget) + kept_nbytes
+        shards = [] if shard_size is None else shard_paths(header, "", shard_size)
         tensors = {name: opened.tensors[f"{name}.weight"] for name in job.layers}
         weights = sum(prod(tensor.shape) for tensor in tensors.values())
         return QuantizePlan(
@@ -109,6 +118,8 @@ def plan(
             nbytes,
             8 * (nbytes - kept_nbytes) / weights,
             weights / _rate(job, list(tensors.values())),
+            len(shards),
+            2 * nbytes if shards else nbytes,
             _peak(),
         )  # fmt: skip
 
