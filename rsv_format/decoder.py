@@ -128,8 +128,8 @@ class Decoder:
         step = self.window or tokens
         for start in range(0, tokens, step):
             run = slice(start, start + step)
-            at = (self._positioned(f"{name}.{part}_norm", rows[run]) for part, rows in (("q", q), ("k", k)))
-            q[run] = self._attended(*at, v[run]).reshape(q[run].shape)
+            query, key = (self._positioned(f"{name}.{part}_norm", rows[run]) for part, rows in (("q", q), ("k", k)))
+            q[run] = self._attended(query, key, v[run]).reshape(q[run].shape)
         del k, v
         return self._linear(f"{name}.o_proj", q.reshape(tokens, -1))
 
