@@ -99,25 +99,31 @@ class Decoder:
         return last
 
     def steps(self, embedded: Rows, progress: Callable[[int, int, str], None] | None = None) -> Iterator[Rows]:
-        """Embedded tokens after each block, which runs when it is asked for, and after the last norm."""
-        x = embedded * np.float32(np.sqrt(self.hidden_size)) if self.family.scaled_embedding else embedded
+        """Embedded tokens after each block, which runs when it is asked for, in the same array, and after the last
+        norm."""
+        x = embedded * np.float32(np.sqrt(self.hidden_size) if self.family.scaled_embedding else 1)
         del embedded
         for i in range(self.blocks):
             block = f"model.layers.{i}"
             if progress is not None:
                 progress(i, self.blocks, block)
-            x = self._block(block, x)
+            self._run_block(block, x)
             yield x
-        yield self._norm("model.norm", x)
+        x = self._norm("model.norm", x)
+        yield x
 
-    def _block(self, block: str, x: Rows) -> Rows:
+    def _run_block(self, block: str, x: Rows) -> None:
+        """A block adds to what goes through it."""
         attended = self._attention(f"{block}.self_attn", self._norm(f"{block}.input_layernorm", x))
         if self.family.sandwich:
-            x = x + self._norm(f"{block}.post_attention_layernorm", attended)
-            out = self._mlp(f"{block}.mlp", self._norm(f"{block}.pre_feedforward_layernorm", x))
-            return x + self._norm(f"{block}.post_feedforward_layernorm", out)
-        attended += x
-        return attended + self._mlp(f"{block}.mlp", self._norm(f"{block}.post_attention_layernorm", attended))
+            attended = self._norm(f"{block}.post_attention_layernorm", attended)
+        x += attended
+        del attended
+        before = "pre_feedforward_layernorm" if self.family.sandwich else "post_attention_layernorm"
+        for start in range(0, x.shape[0], self.mlp_tokens):
+            some = x[start : start + self.mlp_tokens]
+            out = self._mlp(f"{block}.mlp", self._norm(f"{block}.{before}", some))
+            some += self._norm(f"{block}.post_feedforward_layernorm", out) if self.family.sandwich else out
 
     def _attention(self, name: str, x: Rows) -> Rows:
         tokens = x.shape[0]
@@ -155,13 +161,6 @@ class Decoder:
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     def _mlp(self, name: str, x: Rows) -> Rows:
-        out = np.empty_like(x)
-        for start in range(0, x.shape[0], self.mlp_tokens):
-            some = slice(start, start + self.mlp_tokens)
-            out[some] = self._gated(name, x[some])
-        return out
-
-    def _gated(self, name: str, x: Rows) -> Rows:
         gate = self._linear(f"{name}.gate_proj", x)
         if self.family.gelu:
             gate = gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) / 2

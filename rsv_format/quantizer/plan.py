@@ -95,7 +95,7 @@ def plan(
             job.least_nbytes()  # which refuses a budget that is too small
         else:
             inputs = [*_paths(source, chosen.importance), *(file.path for file in opened.files)]
-            job.journal(out, inputs, force=force, resume=resume)
+            job.journal(out, inputs, force=force, resume=resume, shard_size=shard_size)
         if job.given is None:
             job.importance = dict.fromkeys(job.layers, np.zeros(0))  # its being known tells in the size
         header = arrange(job.header(job.layer_bits))
