@@ -19,11 +19,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 COUNT = 3
+FLAGS = [b"\0\1\2"]  # a tensor of bool; a blob that is copied stays as it is (RSV-818)
 SECONDS = 60
 Files = dict[str, bytes]
 
@@ -33,8 +34,8 @@ def align(x: int, a: int) -> int:
 
 
 def canonical(tree: Any) -> bytes:
-    """RFC 8785, of what is here: ASCII, integers."""
-    return json.dumps(tree, sort_keys=True, separators=(",", ":")).encode()
+    """RFC 8785, of what is here: integers, and no member beyond U+FFFF."""
+    return json.dumps(tree, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
 
 def digest(data: bytes) -> str:
@@ -80,7 +81,10 @@ class Content:
                 }
                 for name, x in layers
             ],
-            "tensors": [{"name": name, "dtype": "u8", "shape": [len(x)], "sha256": digest(x)} for name, x in tensors],
+            "tensors": [
+                {"name": name, "dtype": "bool" if x in FLAGS else "u8", "shape": [len(x)], "sha256": digest(x)}
+                for name, x in tensors
+            ],
             "attachments": [
                 {"name": name, "media_type": "text/plain", "nbytes": len(x), "sha256": digest(x)}
                 for name, x in attachments
@@ -118,6 +122,7 @@ def a_set(salt: str = "", note: bool = True) -> tuple[list[Content], Content]:
     Codebooks and transforms are in several shards, and come in another order there than in the whole.
     """
     tensors = {f"{salt}{kind}.{i}": kind.encode() * (100 + i) for kind in "ab" for i in range(COUNT)}
+    tensors |= {f"{salt}\xe9": b"1", f"{salt}\uffee": b"2", f"{salt}\U0001f600": FLAGS[0]}
     wide, narrow = (-1.0, 1.0), (-0.5, 0.5)
     layers = {
         f"{salt}m.0": a_layer(wide, 0x96, 0),
@@ -132,7 +137,7 @@ def a_set(salt: str = "", note: bool = True) -> tuple[list[Content], Content]:
     shards = []
     for i, held in enumerate(("1", "20", "3")):  # the numbers of the layers
         shard = Content(
-            {f"{salt}m.{k}": layers[f"{salt}m.{k}"] for k in held}, {k: tensors[k] for k in named[2 * i : 2 * i + 2]}
+            {f"{salt}m.{k}": layers[f"{salt}m.{k}"] for k in held}, {k: tensors[k] for k in named[3 * i : 3 * i + 3]}
         )
         shard.metadata = dict(metadata)
         shard.extensions = {**(others if i == 0 else {}), "set": {"id": id, "count": COUNT, "position": i}}
@@ -156,8 +161,13 @@ def cases() -> list[tuple[str, str, Files, str, str | bytes]]:
     foreign = named(a_set("x.")[0])
     plain, plain_whole = a_set(note=False)
     first, second, third = (name(i) for i in range(COUNT))
-    odd = copy.deepcopy(content)
-    odd.extensions["set"] = {"id": "0" * 64, "count": 1, "position": 1}
+    id = hashlib.sha256(canonical(content.header()[0])).hexdigest()
+
+    def alone(**members: Any) -> Content:
+        return replace(
+            content, extensions={**content.extensions, "set": {"id": id, "count": 1, "position": 0} | members}
+        )
+
     recoded = {"m.2": a_layer((-2.0, 2.0), 0x3C, 2)}
 
     def spoilt(change: Callable[[Content], object]) -> Files:
@@ -181,7 +191,13 @@ def cases() -> list[tuple[str, str, Files, str, str | bytes]]:
         ("a-member-more", "RSV-910", spoilt(lambda x: x.extensions["set"].update(more=1)), first, other),
         ("doubled", "RSV-912", files | {second: files[third]}, first, other),
         ("exchanged", "RSV-912", files | {second: files[third], third: files[second]}, first, other),
-        ("odd-alone", "RSV-910", {"model.rsv": odd.file()}, "model.rsv", other),
+        ("one-of-one", "RSV-911", {"model.rsv": alone().file()}, "model.rsv", whole),
+        ("renamed", "RSV-911", {"model.rsv": files[first]} | without(first), "model.rsv", other),
+        ("no-name", "RSV-911", {key.removeprefix("model"): data for key, data in files.items()}, first[5:], other),
+        ("position-beyond", "RSV-910", {"model.rsv": alone(position=1).file()}, "model.rsv", other),
+        ("count-beyond", "RSV-910", {"model.rsv": alone(count=100000).file()}, "model.rsv", other),
+        ("id-in-capitals", "RSV-910", {"model.rsv": alone(id="A" * 64).file()}, "model.rsv", other),
+        ("foreign-and-missing", "RSV-912", {first: files[first], third: foreign[third]}, first, other),
         ("another-count", "RSV-912", spoilt(lambda x: x.extensions["set"].update(count=4)), first, other),
         ("metadata", "RSV-914", spoilt(lambda x: x.metadata.update(name="other")), first, "set_mismatch"),
         ("extension-twice", "RSV-914", spoilt(lambda x: x.extensions.update(more=1)), first, "set_mismatch"),

@@ -70,13 +70,15 @@ def sibling_names(path: str, member: Membership) -> list[str]:
     Raises
     ------
     RsvError
-        foreign_shard: the path is not that of this shard.
+        foreign_shard: the path is not that of this shard, or tells nothing of the others (RSV-911).
     """
+    _check_name(path, member)
+    if member.count == 1:
+        return [path]
     name = _NAME.fullmatch(path)
     if name is None:
         detail = f"it is {member}: the others are found if it is named NAME-{member.position + 1:05d}-of-"
         raise RsvError("foreign_shard", path, f"{detail}{member.count:05d}.rsv (alone=True opens it by itself)")
-    _check_name(path, member)
     return [f"{name[1]}{i + 1:05d}-of-{name[3]}.rsv" for i in range(member.count)]
 
 

@@ -220,7 +220,7 @@ def dequantize(doc: Doc) -> dict[str, Any]:
             "name": entry["name"],
             "w_rot": floats([len(rotated), n], [v for row in rotated for v in row]),
             "w": [  # RSV-723
-                [f32_hex(row[c]) for c in columns] if T is None or max(map(abs, row)) < 2.0**128 else None for row in w
+                [f32_hex(row[c]) for c in columns] if T is None or max(map(abs, row)) <= 2.0**127 else None for row in w
             ],
             "tx": [f32_hex(tx[c]) for c in columns],
             "y": [
