@@ -199,6 +199,7 @@ def cases() -> list[tuple[str, str, Files, str, str | bytes]]:
         ("id-in-capitals", "RSV-910", {"model.rsv": alone(id="A" * 64).file()}, "model.rsv", other),
         ("foreign-and-missing", "RSV-912", {first: files[first], third: foreign[third]}, first, other),
         ("another-count", "RSV-912", spoilt(lambda x: x.extensions["set"].update(count=4)), first, other),
+        ("broken-and-foreign", "RSV-916", files | {second: foreign[second], third: bytes(64)}, first, "bad_magic"),
         ("metadata", "RSV-914", spoilt(lambda x: x.metadata.update(name="other")), first, "set_mismatch"),
         ("extension-twice", "RSV-914", spoilt(lambda x: x.extensions.update(more=1)), first, "set_mismatch"),
         ("attachment-behind", "RSV-914", spoilt(lambda x: x.attachments.update(more=b"1")), first, "set_mismatch"),
