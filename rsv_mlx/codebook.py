@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 from weakref import WeakValueDictionary
@@ -23,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rsv_mlx import kernels
-from rsv_mlx.window import fields, fields_together, tail_columns, tail_indices
+from rsv_mlx.window import fields, runs, tail_columns, tail_indices
 
 _NATIVE_BITS = (2, 3, 4, 5, 6, 8)  # of mx.quantized_matmul
 _GROUP_SIZES = (128, 64, 32)  # its group sizes: 32 divides every padded row
@@ -56,7 +55,8 @@ class Codebook:
         self.native = self.step is not None and self.bits in _NATIVE_BITS
         self.digest = blake2b(bytes([bits]) + self.centroids.tobytes(), digest_size=16).digest()
         self._together = 2 if self.window + bits <= _WEIGHTS_PATTERN else 1  # weights that a look-up finds
-        self._pattern = self.window + (self._together - 1) * bits
+        self._stride = self._together * bits
+        self._pattern = self.window + self._stride - bits
         self._weights: mx.array | None = None
         self._centroids = mx.array(self.centroids)
         self._constants: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
@@ -102,15 +102,13 @@ class Codebook:
         if few and self.window == self.bits:
             return self._by_sums(x, codes)
         ordered = self._ordered(x.reshape(-1, in_features), codes)
-        inputs = list(zip(*ordered, strict=True)) if few else []  # of each row of x
-        whole = _joined(ordered)
         chunk = _chunk(in_features, _ROWS_CHUNK if few else _CPU_CHUNK)
         last: mx.array | None = None
         products = []
         for start in range(0, rows, chunk):
             columns = self._columns(_after(codes[start : start + chunk], last))
             # what MLX's products take for one row, its elementwise operations do in half of the time
-            y = mx.stack([_dot(columns, row) for row in inputs]) if few else whole @ _joined(columns).T
+            y = _dots(ordered, columns) if few else ordered @ columns.T
             last = _begun(y, last)
             products.append(last)
         y = _joined(products).reshape(*x.shape[:-1], rows)
@@ -155,14 +153,13 @@ class Codebook:
             return mx.stack(products).reshape(*batch, x.shape[-2], rows)
         if pairs < stack:  # fewer than there are matrices: only theirs become dense
             codes, chosen, stack = codes[chosen.reshape(pairs)], mx.arange(pairs).reshape(batch), pairs
-        ordered = _joined(self._ordered(x, codes))
+        ordered = self._ordered(x, codes)
         chunk = _chunk(stack * in_features, _STACK_CHUNK)
         last: mx.array | None = None
         products = []
         for start in range(0, rows, chunk):
             packed = _after(codes[:, start : start + chunk], last).reshape(-1, words)
-            columns = _joined(self._columns(packed))
-            dense = columns.reshape(stack, -1, columns.shape[1]).swapaxes(-1, -2)
+            dense = self._columns(packed).reshape(stack, -1, ordered.shape[-1]).swapaxes(-1, -2)
             last = _begun(mx.gather_mm(ordered, dense, rhs_indices=chosen, sorted_indices=sorted_indices), last)
             products.append(last)
         y = _joined(products)
@@ -184,29 +181,29 @@ class Codebook:
 
     def dequantize(self, codes: mx.array, in_features: int) -> mx.array:
         """centroids[indices], float32 (rows, in_features)."""
-        found = self._found(codes)
-        weights = self._values(found[0] if len(found) == 1 else mx.stack(found, axis=-1).reshape(codes.shape[0], -1))
+        patterns = self._patterns(codes)
+        split = patterns.reshape(codes.shape[0], runs(self._pattern, self._stride), -1)
+        weights = self._values(split.swapaxes(1, 2).reshape(codes.shape[0], -1))
         tail = tail_columns(self.bits, self.window, in_features)
         if tail:
             return mx.concatenate([weights[:, : in_features - tail], self._tail(codes, in_features)], axis=1)
         return weights if weights.shape[1] == in_features else weights[:, :in_features]
 
-    def _columns(self, codes: mx.array) -> list[mx.array]:
+    def _columns(self, codes: mx.array) -> mx.array:
         """As `dequantize`, columns in the order in which they are found, those of the tail with other values:
         float32 (rows, ...)."""
-        return [self._values(patterns) for patterns in self._found(codes)]
+        return self._values(self._patterns(codes))
 
-    def _ordered(self, x: mx.array, codes: mx.array) -> list[mx.array]:
+    def _ordered(self, x: mx.array, codes: mx.array) -> mx.array:
         """The columns of x that belong to `_columns`, with zeros for those of the tail and of padding."""
         tail = tail_columns(self.bits, self.window, x.shape[-1])
         inner = self._padded(x[..., : x.shape[-1] - tail], codes)
-        count = fields_together(self._pattern, self._together * self.bits)
-        parts = inner.reshape(*x.shape[:-1], -1, count, self._together)
-        return [parts[..., k, :].reshape(*x.shape[:-1], -1) for k in range(count)]
+        parts = inner.reshape(*x.shape[:-1], -1, runs(self._pattern, self._stride), self._together)
+        return parts.swapaxes(-2, -3).reshape(inner.shape)
 
-    def _found(self, codes: mx.array) -> list[mx.array]:
+    def _patterns(self, codes: mx.array) -> mx.array:
         """Patterns, of two weights where a look-up finds two: see `fields`."""
-        return fields(codes, self._pattern, self._together * self.bits)
+        return fields(codes, self._pattern, self._stride)
 
     def _values(self, patterns: mx.array) -> mx.array:
         """The weights of patterns: (rows, groups) to float32 (rows, groups * together)."""
@@ -234,34 +231,27 @@ class Codebook:
         """As `matmul` of a scalar codebook, each group of columns having a table of what it adds to a product."""
         together = _SUMS_TOGETHER[self.bits]
         flat = self._padded(x.reshape(-1, x.shape[-1]), codes)
-        tables: list[mx.array] = []
+        tables = self._sums(flat, together)
         chunk = _chunk(flat.shape[1] // max(2, together), _CPU_CHUNK)  # of what look-ups in one table find
         last: mx.array | None = None
         products = []  # (rows of x, rows of a chunk)
         for start in range(0, codes.shape[0], chunk):
             found = fields(_after(codes[start : start + chunk], last), together * self.bits, together * self.bits)
-            tables = tables or self._sums(flat, len(found), together)
             rows = []
-            for i in range(flat.shape[0]):
-                parts = [
-                    mx.take_along_axis(sums[i], field.T, axis=1) for sums, field in zip(tables, found, strict=True)
-                ]
-                last = _begun(sum(parts[1:], parts[0]).sum(axis=0, keepdims=True), last)
+            for sums in tables:
+                last = _begun(mx.take_along_axis(sums, found.T[None], axis=2).sum(axis=1), last)
                 rows.append(last)
             products.append(_joined(rows, axis=0))
         return _joined(products).reshape(*x.shape[:-1], -1)
 
-    def _sums(self, x: mx.array, count: int, together: int) -> list[mx.array]:
-        """For each of the `count` columns of a group, the sums over all patterns: (rows of x, groups, patterns)."""
-        columns = x.reshape(x.shape[0], -1, count, together)
-        tables = []
-        for column in range(count):
-            sums = columns[..., column, :1] * self._centroids
-            for k in range(1, together):
-                added = columns[..., column, k : k + 1] * self._centroids
-                sums = (added[..., :, None] + sums[..., None, :]).reshape(*sums.shape[:-1], -1)
-            tables.append(sums)
-        return tables
+    def _sums(self, x: mx.array, together: int) -> list[mx.array]:
+        """For each row of x, of each group of columns, the sums over all patterns: (1, groups, patterns)."""
+        columns = x.reshape(x.shape[0], -1, together)
+        sums = columns[..., :1] * self._centroids
+        for k in range(1, together):
+            added = columns[..., k : k + 1] * self._centroids
+            sums = (added[..., :, None] + sums[..., None, :]).reshape(*sums.shape[:-1], -1)
+        return list(mx.split(sums, x.shape[0]))
 
     def _native_matmul(self, x: mx.array, codes: mx.array) -> mx.array:
         """As `matmul`, by MLX's kernel for evenly spaced centroids."""
@@ -334,15 +324,14 @@ def _joined(parts: list[mx.array], axis: int = -1) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=axis)
 
 
-def _dot(columns: Sequence[mx.array], x: Sequence[mx.array]) -> mx.array:
-    """The products of the columns of a matrix, in parts, with those of a row x: (rows,). Rows are added up in lanes:
-    MLX adds one number after the other along the last axis."""
-    terms = list(map(mx.multiply, columns, x))
-    total = sum(terms[1:], terms[0])
-    lanes = math.gcd(total.shape[1], _LANES)
-    return total.reshape(total.shape[0], -1, lanes).sum(axis=1).sum(axis=1)
+def _dots(x: mx.array, columns: mx.array) -> mx.array:
+    """x @ columns.T, (few, rows). Rows are added up in lanes: MLX adds one number after the other along the last
+    axis."""
+    lanes = columns.shape[0], -1, math.gcd(columns.shape[1], _LANES)
+    rows = [(columns * row).reshape(lanes).sum(axis=1).sum(axis=1)[None] for row in mx.split(x, x.shape[0])]
+    return _joined(rows, axis=0)
 
 
 def _looked_up(table: mx.array, at: mx.array) -> mx.array:
-    """table[at], flat: an axis of its own is gathered many times faster than elements of an array."""
-    return mx.take_along_axis(table[None], at.reshape(1, -1), axis=1)[0]
+    """table[at], (1, ...): elements are found many times faster along an axis; an index of its own would copy them."""
+    return mx.take_along_axis(table[None], at.reshape(1, -1), axis=1)

@@ -14,7 +14,7 @@ from rsv_format import LayerData, Transform
 from rsv_format.packing import unpack, window_indices
 from rsv_format.quantizer.matrix import make_transform
 from rsv_mlx.codebook import Codebook
-from rsv_mlx.window import fields, tail_columns, tail_indices
+from rsv_mlx.window import fields, runs, tail_columns, tail_indices
 
 WINDOWS = [(bits, window) for bits in range(1, 9) for window in sorted({bits, bits + 1, 8, 12, 16}) if window >= bits]
 
@@ -52,7 +52,9 @@ def test_products_and_weights_are_those_of_the_windows(bits: int, window: int) -
 def test_fields_and_the_tail_together_are_all_indices(bits: int, window: int) -> None:
     rng = np.random.default_rng(1)
     codes, tail = random_codes(rng, 3, 40, bits), tail_columns(bits, window, 40)
-    found = np.stack([np.array(field) for field in fields(mx.array(codes), window, bits)], axis=-1).reshape(3, -1)
+    found = (
+        np.array(fields(mx.array(codes), window, bits)).reshape(3, runs(window, bits), -1).swapaxes(1, 2).reshape(3, -1)
+    )
     last = [np.array(tail_indices(mx.array(codes), bits, window, 40))] if tail else []
     whole = np.concatenate([found[:, : 40 - tail], *last], axis=1)
     assert np.array_equal(whole, indices_of(codes, bits, window, 40))
