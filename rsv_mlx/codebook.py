@@ -30,7 +30,7 @@ _WEIGHTS_PATTERN = 16  # bits of a pattern of two weights at most: a table of 51
 _SUMS_TOGETHER = {1: 8, 2: 4, 3: 2, 4: 2, 5: 2, 6: 1, 7: 1, 8: 1}  # bits of a scalar code -> codes in a pattern
 _FEW_PAIRS = 64  # of a row and an expert: what a kernel reads for them is not more than their experts dense
 _FEW_ROWS = 16  # above, MLX's matrix product makes up for dense weights
-_LANES = 64  # partial sums at most that are added up last
+_LANES = 32  # partial sums at most that are added up last
 _CPU_CHUNK = 2**19  # bytes of float32 that live at a time: a CPU's second-level cache, and memory touched before
 _ROWS_CHUNK = 2**20  # the same where each operation is short
 _STACK_CHUNK = 2**23  # the same for the rows of a whole stack, or there would be too few of each matrix
@@ -106,9 +106,10 @@ class Codebook:
         last: mx.array | None = None
         products = []
         for start in range(0, rows, chunk):
-            columns = self._columns(_after(codes[start : start + chunk], last))
-            # what MLX's products take for one row, its elementwise operations do in half of the time
-            y = _dots(ordered, columns) if few else ordered @ columns.T
+            packed = _after(codes[start : start + chunk], last)
+            # what MLX's products take for one row, its elementwise operations do in half of the time; the columns have
+            # no name here, so that they are multiplied in place
+            y = _dots(ordered, self._columns(packed)) if few else ordered @ self._columns(packed).T
             last = _begun(y, last)
             products.append(last)
         y = _joined(products).reshape(*x.shape[:-1], rows)
