@@ -13,6 +13,8 @@ from rsv_cli.files import opened_file
 from rsv_cli.options import USUAL_ORDER, USUAL_ROWS, Json, MaxOrder, MaxRows, Quiet
 from rsv_cli.session import FAILED, session
 
+_LONGEST = 2000  # characters of a line: a key of metadata has no limit of its own
+
 if TYPE_CHECKING:
     from rsv_format import Change, Changes
 
@@ -68,7 +70,8 @@ def _print(kind: str, changes: Changes, most: int) -> None:
     lines = [("+", "green", name) for name in changes.added] + [("−", "red", name) for name in changes.gone]
     lines += [("~", "yellow", _change(x)) for x in changes.changed]
     for sign, color, text in lines[:most]:
-        console.print(Text.assemble((f"  {sign} ", color), terminal.plain(text)), soft_wrap=True)
+        shown = terminal.plain(terminal.short(text, _LONGEST))
+        console.print(Text.assemble((f"  {sign} ", color), shown), soft_wrap=True)
     if len(lines) > most:
         console.print(Text(f"  … and {len(lines) - most} more; --max-rows shows them, --json says all", "dim"))
 
