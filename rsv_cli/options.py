@@ -54,4 +54,6 @@ MaxOrder = Annotated[
                  "checked: several may take as long together as one of this order. 8192 takes 8 times as long."),
 ]  # fmt: skip
 USUAL_ROWS = 1000
-MaxRows = Annotated[int, typer.Option("--max-rows", min=1, metavar="N", help="Of each table; --json says all.")]
+MaxRows = Annotated[
+    int, typer.Option("--max-rows", min=1, max=2**31, metavar="N", help="Of each table; --json says all.")
+]

@@ -79,8 +79,9 @@ class Output:
         """Where it will be."""
         return self._target.path
 
-    def open(self, nbytes: int = 0) -> FileIO:
-        """The file to write to, unbuffered and of this length, zeros so far; io_error if there is no room for it."""
+    def open(self, nbytes: int = 0, beside: int = 0) -> FileIO:
+        """The file to write to, unbuffered and of this length, zeros so far; io_error if there is no room for it and
+        for as many bytes `beside` it."""
         with self._discarded_on_error(), self._reported():
             _unfinished.add(self)
             parent = os.path.dirname(self.path)
@@ -88,7 +89,7 @@ class Output:
             self._file = FileIO(self._new(parent), "r+")
             lock(self._file.fileno())
             found = os.fstat(self._file.fileno())
-            _check_room(self._file.fileno(), nbytes - (512 * found.st_blocks if self.taken_up else 0))
+            _check_room(self._file.fileno(), nbytes + beside - (512 * found.st_blocks if self.taken_up else 0))
             if found.st_size < nbytes or not self.taken_up:
                 self._file.truncate(nbytes)
         return self._file
@@ -233,7 +234,7 @@ class Shared(Output):
     def __init__(self, unfinished: StrPath) -> None:
         super().__init__(unfinished, None, force=True)
 
-    def open(self, nbytes: int = 0) -> FileIO:
+    def open(self, nbytes: int = 0, beside: int = 0) -> FileIO:
         """The file to write to, unbuffered; io_error."""
         with self._reported():
             self._file = FileIO(os.open(self.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW), "r+")

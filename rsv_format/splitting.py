@@ -176,17 +176,15 @@ def _write_all(file: File, outputs: Sequence[Output], headers: Sequence[Header],
     """Write files of these headers, and bring all of them into place."""
     told = progress or (lambda done, total, name: None)
     where = {content_key(blob): blob for blob in file.blobs}
+    laid = [_laid_out(output.path, header) for output, header in zip(outputs, headers, strict=True)]
+    rest = sum(nbytes for _, _, nbytes in laid)
     done = 0
     with contextlib.ExitStack() as stack:
-        for output, header in zip(outputs, headers, strict=True):
+        for output, (text, blobs, nbytes) in zip(outputs, laid, strict=True):
             stack.callback(output.discard)
-            text = build_header(header)
-            if len(text) > MAX_HEADER_NBYTES:
-                raise RsvError("header_too_large", output.path, f"{len(text)} bytes, the limit is {MAX_HEADER_NBYTES}")
-            parse_header(text)
-            blobs, nbytes = walk(header, len(text))
+            rest -= nbytes
             try:
-                out = output.open(nbytes)
+                out = output.open(nbytes, beside=rest)
                 write_all(out, build_prologue(text, nbytes) + text)
                 for blob in blobs:
                     told(min(done, file.nbytes), file.nbytes, blob.name)
@@ -199,6 +197,15 @@ def _write_all(file: File, outputs: Sequence[Output], headers: Sequence[Header],
         file.check_unchanged()
         commit(*outputs)
     told(file.nbytes, file.nbytes, "")
+
+
+def _laid_out(path: str, header: Header) -> tuple[bytes, list[Blob], int]:
+    """A header's text, its blobs, and the length of its file."""
+    text = build_header(header)
+    if len(text) > MAX_HEADER_NBYTES:
+        raise RsvError("header_too_large", path, f"{len(text)} bytes, the limit is {MAX_HEADER_NBYTES}")
+    parse_header(text)
+    return text, *walk(header, len(text))
 
 
 def _checked(file: File, blob: Blob) -> Iterator[memoryview]:

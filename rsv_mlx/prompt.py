@@ -23,6 +23,7 @@ from rsv_mlx.loading import load_tokenizer
 from rsv_mlx.untrusted import library, mlx_lm_utils
 
 SECONDS = 20.0  # of processor time; the largest tokenizers take two, templates milliseconds
+_LONGEST = 2.0**31  # which is as good as no limit
 _MEMORY = 4 * 2**30  # bytes of address space beyond what is taken before; the largest tokenizers take one
 
 
@@ -181,7 +182,9 @@ def _main() -> None:
 def _limit(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 1)  # from now on, each time
+    _lower(
+        resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + min(seconds, _LONGEST)) + 1
+    )  # from now on, each time
     statm = Path("/proc/self/statm")
     if statm.exists():  # elsewhere the limit counts what is reserved and never used, or nothing
         _lower(resource.RLIMIT_AS, int(statm.read_text().split()[0]) * resource.getpagesize() + _MEMORY)

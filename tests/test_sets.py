@@ -265,6 +265,17 @@ def test_inputs_are_not_written_over(copied: list[Path]) -> None:
     assert [path.read_bytes() for path in copied] == before
 
 
+def test_room_for_all_shards_is_asked_for_first(
+    made: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, shards = made
+    asked: list[int] = []
+    monkeypatch.setattr("rsv_format.outputs._check_room", lambda _, nbytes: asked.append(nbytes))
+    rsv_format.split(whole, tmp_path / "model.rsv", SIZE)
+    sizes = [path.stat().st_size for path in shards]
+    assert asked == [sum(sizes[i:]) for i in range(len(sizes))] and len(asked) > 2
+
+
 def test_a_shard_that_is_converted_stays_one(copied: list[Path], tmp_path: Path) -> None:
     run("convert", copied[0], tmp_path / "a.rsv")
     assert (tmp_path / "a.rsv").read_bytes() == copied[0].read_bytes()

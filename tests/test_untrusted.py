@@ -357,6 +357,12 @@ def test_an_encoder_goes_on_after_a_limit_and_an_error(make: Make) -> None:
         assert encoder.text("w1", add_special_tokens=False) == [1] and encoder._process is first
 
 
+def test_a_limit_may_be_any_number(base: Path) -> None:
+    for seconds in (float("inf"), 1e300):
+        with prompt.encoder(base, seconds) as encoder:
+            assert encoder.text("w1", add_special_tokens=False) == [1]
+
+
 def caused(error: Exception, cause: Exception) -> Exception:
     error.__cause__ = cause
     return error
