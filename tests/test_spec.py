@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -143,6 +144,14 @@ def test_each_code_cites_the_rules_that_raise_it() -> None:
     defined = {(rule, code) for rule, code in definitions() if code}
     assert defined == cited
     assert {code for _, code in defined} == {row[2].strip("`") for row in rows}
+
+
+def test_what_is_frozen_is_what_is_here() -> None:
+    """Changed, the schema is another version; the manifest may only grow, by another row."""
+    rows = re.findall(r"^\| (\d{4}-\d\d-\d\d) \| `([^`]+)` \| `([0-9a-f]{64})` \|$", SPEC, re.MULTILINE)
+    last = {name: digest for _, name, digest in sorted(rows, key=lambda row: row[0])}
+    assert last.keys() == {"schema/rsv-header-1.0.schema.json", "conformance/manifest.json"}
+    assert last == {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in last}
 
 
 def test_limits_are_those_of_the_code() -> None:
