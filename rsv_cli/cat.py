@@ -14,7 +14,7 @@ import typer
 
 from rsv_cli import terminal
 from rsv_cli.complete import names
-from rsv_cli.files import inputs_of, opened_file
+from rsv_cli.files import opened_file
 from rsv_cli.options import USUAL_ORDER, Force, MaxOrder, RsvFile
 from rsv_cli.session import session
 
@@ -63,7 +63,7 @@ def cat(
                     "is a tensor and an attachment, which rsv extract takes" if found else "rsv ls lists what is there"
                 )
                 raise RsvError("bad_argument", name, few)
-            inputs = inputs_of(opened, file)
+            inputs = opened.paths
             is_array = name not in opened.attachments
             kind = Kind("a NumPy array", lambda head: is_array and head.startswith(_NPY))
             if output is not None:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from rsv_cli import describe, terminal
 from rsv_cli.complete import attachments
-from rsv_cli.files import inputs_of, opened_file
+from rsv_cli.files import opened_file
 from rsv_cli.leftovers import tell_leftovers_beside
 from rsv_cli.options import USUAL_ORDER, Force, Json, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import session
@@ -89,7 +89,7 @@ def export(
 
         tell_leftovers_beside(output, quiet)
         with opened_file(file, max_order=max_order) as opened:
-            inputs = inputs_of(opened, file)
+            inputs = opened.paths
             items = sorted(_items(opened, dtype), key=lambda item: (-_itemsize(item.dtype), item.name))
             header = _header(items)
             total = sum(item.nbytes for item in items)
@@ -143,7 +143,7 @@ def extract(
 
         tell_leftovers_beside(output / "any", quiet)
         with opened_file(file) as opened, contextlib.ExitStack() as stack:
-            inputs = inputs_of(opened, file)
+            inputs = opened.paths
             chosen = [_attachment(opened, name) for name in dict.fromkeys(names or opened.attachments)]
             if not chosen:
                 raise RsvError("missing_attachment", file, "nothing is attached")

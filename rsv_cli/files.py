@@ -22,13 +22,6 @@ def opened_file(path: str, **options: Any) -> Iterator[File]:
         yield file.unmapped()
 
 
-def inputs_of(file: File, path: str) -> list[str]:
-    """The paths of what was opened by a path: of all shards, if it is a set."""
-    from rsv_format.splitting import paths_of
-
-    return paths_of(path) if file.shards else [path]
-
-
 @contextlib.contextmanager
 def opened_model(spec: str, *, max_order: int, quiet: bool) -> Iterator[Source]:
     """A source without its tokenizer; an RSV file too, which is verified, with its layers dense, and by its URL."""

@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from rsv_cli import describe, terminal
-from rsv_cli.files import inputs_of, opened_file, opened_model
+from rsv_cli.files import opened_file, opened_model
 from rsv_cli.leftovers import tell_leftovers_beside
 from rsv_cli.options import USUAL_ORDER, Force, MaxOrder, Quiet, Revision, RsvFile, at_revision
 from rsv_cli.session import FAILED, session
@@ -56,7 +56,7 @@ def report(
         tell_leftovers_beside(output, quiet)
         with contextlib.ExitStack() as stack:
             opened = stack.enter_context(opened_file(file, max_order=max_order))
-            inputs = [*inputs_of(opened, file), *([source] if source else [])]
+            inputs = [*opened.paths, *([source] if source else [])]
             check(output, PAGE, inputs=inputs, force=force)
             model = source and stack.enter_context(opened_model(source, max_order=max_order, quiet=quiet))
             with terminal.progress("verifying", quiet=quiet, of_bytes=True) as told:

@@ -148,7 +148,8 @@ def _open_one(source: Source, mmap: bool, max_order: int | None) -> File:
         raise RsvError(
             "file_extent", "file_nbytes", f"the header describes {file_nbytes} bytes, not {prologue.file_nbytes}"
         )
-    return File(stored, header, blobs, prologue.header_nbytes, max_order)
+    path = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    return File(stored, header, blobs, prologue.header_nbytes, max_order, path=path)
 
 
 class _Lazy(Mapping[str, _T], Generic[_T]):
@@ -185,15 +186,23 @@ class File:
         header_nbytes: int,
         max_order: int | None = None,
         shards: tuple[File, ...] = (),
+        path: str | None = None,
     ) -> None:
         self._open: Stored | None = stored
         self.shards = shards
+        self._path = path
         self.header = header
         self.nbytes = stored.nbytes
         self.blobs = blobs
         self.header_nbytes = header_nbytes
         self.max_order = USUAL_ORDER if max_order is None else max_order
         self._transforms: dict[int, Transform] = {}
+
+    @property
+    def paths(self) -> list[str]:
+        """Of the file, or of all its shards; URLs, too. None of what was opened without."""
+        own = [] if self._path is None else [self._path]
+        return [path for shard in self.shards for path in shard.paths] or own
 
     @property
     def buffer(self) -> memoryview:
@@ -225,7 +234,7 @@ class File:
         """The same file, its bytes read another way."""
         shards = tuple(shard._read_by(way) for shard in self.shards)
         stored = Joined([shard._stored for shard in shards]) if shards else way(self._stored)
-        return File(stored, self.header, self.blobs, self.header_nbytes, self.max_order, shards)
+        return File(stored, self.header, self.blobs, self.header_nbytes, self.max_order, shards, self._path)
 
     def holes(self) -> int:
         """Bytes that were never written, as in a download that was begun: the system tells of them, they are zeros."""

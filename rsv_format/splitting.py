@@ -15,7 +15,7 @@ from rsv_format.limits import CELL, MAX_HEADER_NBYTES, MAX_SHARDS, PAGE, PROLOGU
 from rsv_format.outputs import Output, commit, write_all
 from rsv_format.reader import File, content_key
 from rsv_format.reader import open as open_file
-from rsv_format.sets import EXTENSION, Membership, joined_header, membership, set_id, shard_name, sibling_names
+from rsv_format.sets import EXTENSION, Membership, joined_header, set_id, shard_name
 from rsv_format.validate import Blob, walk
 from rsv_format.writer import RSV_FILE
 
@@ -59,7 +59,7 @@ def split(
         be replaced is at a path; blob_digest_mismatch; io_error; what `open` raises. SPEC section 12.1.
     """
     with open_file(source) as mapped:
-        return spread(mapped.unmapped(), out, shard_size, inputs=paths_of(source), force=force, progress=progress)
+        return spread(mapped.unmapped(), out, shard_size, force=force, progress=progress)
 
 
 def spread(
@@ -67,11 +67,12 @@ def spread(
     out: StrPath,
     shard_size: int,
     *,
-    inputs: Iterable[StrPath],
+    inputs: Iterable[StrPath] = (),
     force: bool = False,
     progress: Progress | None = None,
 ) -> list[str]:
-    """As `split`, of an open file that is not mapped; `inputs` are never replaced."""
+    """As `split`, of an open file that is not mapped; it and `inputs` are never replaced."""
+    inputs = [*file.paths, *inputs]
     whole = arrange(joined_header([_without_membership(file.header)]))
     parts = _parts(whole, shard_size)
     id = set_id(whole)
@@ -111,19 +112,7 @@ def merge(source: StrPath, out: StrPath, *, force: bool = False, progress: Progr
     with open_file(source) as mapped:
         file = mapped.unmapped()
         whole = arrange(joined_header([_without_membership(file.header)]))
-        _write_all(file, [Output(out, RSV_FILE, inputs=paths_of(source), force=force)], [whole], progress)
-
-
-def paths_of(source: StrPath) -> list[str]:
-    """The files that a path stands for: one, or those of a set."""
-    from rsv_format.stored import is_pattern, matches
-
-    path = os.fspath(source)
-    if is_pattern(path):
-        return matches(path)
-    with open_file(path, mmap=False, alone=True) as file:
-        member = membership(file.header)
-    return [path] if member is None else sibling_names(path, member)
+        _write_all(file, [Output(out, RSV_FILE, inputs=file.paths, force=force)], [whole], progress)
 
 
 def _without_membership(header: Header) -> Header:

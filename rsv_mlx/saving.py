@@ -89,6 +89,7 @@ def save(
                 transforms[id(t)] = t.to_format(persist_rotation)
             layers.append(_layer(name, module, None if t is None else transforms[id(t)]))
     parameters: dict[str, mx.array] = tree_flatten(model.parameters(), destination={})  # type: ignore
+    attachments, inputs = _attachments(model, config, tokenizer_from)
     rsv_format.write(
         path,
         layers=layers,
@@ -97,9 +98,9 @@ def save(
             for name, array in parameters.items()
             if name.rpartition(".")[0] not in packed
         },
-        attachments=_attachments(model, config, None if tokenizer_from is None else Path(tokenizer_from)),
+        attachments=attachments,
         metadata={"generator": f"rsv-format {rsv_format.__version__}", **(metadata or {})},
-        inputs=[] if tokenizer_from is None else [tokenizer_from],
+        inputs=inputs,
         force=force,
     )
 
@@ -133,22 +134,28 @@ def _view(array: mx.array) -> NDArray[Any]:
     return np.asarray(array if same is None else array.view(same))
 
 
-def _attachments(model: Module, config: Mapping[str, Any] | None, folder: Path | None) -> dict[str, AttachmentData]:
+def _attachments(
+    model: Module, config: Mapping[str, Any] | None, source: str | os.PathLike[str] | None
+) -> tuple[dict[str, AttachmentData], list[str]]:
+    """The files, and the paths of what they are read from."""
     files: dict[str, bytes] = {}
-    if folder is not None:
+    inputs: list[str] = []
+    if source is not None:
         try:
-            if folder.is_dir():
+            if (folder := Path(source)).is_dir():
+                inputs = [str(folder)]
                 files = {name: (folder / name).read_bytes() for name in _FILES if (folder / name).is_file()}
             else:
-                with rsv_format.open(folder, mmap=False) as file:
+                with rsv_format.open(source, mmap=False) as file:
+                    inputs = file.paths
                     files = {name: bytes(file.attachments[name].data) for name in _FILES if name in file.attachments}
         except OSError as e:
-            raise RsvError("io_error", str(folder), e.strerror or str(e)) from e
+            raise RsvError("io_error", str(source), e.strerror or str(e)) from e
     if config is None and "config.json" in files:
         try:
             config = json.loads(files["config.json"])
         except ValueError as e:
-            raise RsvError("source_invalid", str(folder), f"config.json: {e}") from e
+            raise RsvError("source_invalid", str(source), f"config.json: {e}") from e
     if config is not None:
         described = {key: value for key, value in config.items() if key not in ("quantization", "quantization_config")}
         affine = _affine(model)
@@ -156,10 +163,11 @@ def _attachments(model: Module, config: Mapping[str, Any] | None, folder: Path |
             described["quantization"] = affine
         if described != config or "config.json" not in files:
             files["config.json"] = json.dumps(described, ensure_ascii=False).encode()
-    return {
+    attachments = {
         name: AttachmentData(_MEDIA_TYPES.get(Path(name).suffix, "application/octet-stream"), data)
         for name, data in files.items()
     }
+    return attachments, inputs
 
 
 def _affine(model: Module) -> dict[str, Any]:

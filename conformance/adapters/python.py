@@ -34,7 +34,7 @@ def hexes(a: Any) -> list[str]:
 
 
 def decode(path: str) -> dict[str, Any]:
-    with rsv_format.open(path) as f:
+    with rsv_format.open(path, alone=True) as f:
         prologue = bytes(f.buffer[:64])
         text = bytes(f.buffer[64 : 64 + f.header_nbytes])
         layers = []
@@ -85,13 +85,14 @@ def _transform(t: Any) -> dict[str, Any]:
 
 
 def verify(path: str) -> dict[str, Any]:
-    rsv_format.verify(path)
+    with rsv_format.open(path, alone=True) as f:
+        rsv_format.verify(f)
     return {}
 
 
 def dequantize(path: str) -> dict[str, Any]:
     out = []
-    with rsv_format.open(path) as f:
+    with rsv_format.open(path, alone=True) as f:
         for layer in f.layers.values():
             n, rows = layer.in_features, layer.scales.size
             x = (((7 * np.arange(n) + 3) % 17 - 8) / 8).astype("<f4")
