@@ -46,6 +46,7 @@ _DOUBT = 2048  # tokens of white noise that H is made to have seen as well
 _LEAST_DOUBT = 1e-3  # of white noise in H, so that it has a root in float32
 _BLOCK = 64  # columns
 _PANEL = 8  # blocks that are factored together
+_STRIP = 128  # rows or columns that are transformed together
 _AHEAD = 16  # columns that a path looks ahead, so that it does not end in a bad state
 _ROWS = 256  # of a scalar codebook, at a time
 
@@ -82,10 +83,12 @@ def spread_errors(
     edges = [*range(0, max(h.shape[0] - _BLOCK // 2, 1), _BLOCK), h.shape[0]]
     panels = _spans([*edges[:-1:_PANEL], edges[-1]])
     if transform is not None:
-        for start, stop in panels:
-            h[start:stop] = transform.apply(h[start:stop].astype(np.float64))
-        for start, stop in panels:
-            h[:, start:stop] = transform.apply(h[:, start:stop].T.astype(np.float64, order="C")).T
+        for start in range(0, h.shape[0], _STRIP):
+            some = slice(start, start + _STRIP)
+            h[some] = transform.apply(h[some].astype(np.float64))
+        for start in range(0, h.shape[0], _STRIP):
+            some = slice(start, start + _STRIP)
+            h[:, some] = transform.apply(h[:, some].T.astype(np.float64, order="C")).T
     mean = np.einsum("ii->", h, dtype=np.float64) / h.shape[0]
     if len(edges) == 2 or not all(np.isfinite(h[start:stop]).all() for start, stop in panels) or not mean > 0:
         return None
