@@ -241,6 +241,19 @@ class File:
         disk = self._stored.disk
         return 0 if disk is None else disk.holes()
 
+    def check_holes(self, max_holes: int) -> None:
+        """Refuse what takes long to read, and is small.
+
+        Raises
+        ------
+        RsvError
+            over_limit
+        """
+        holes = self.holes()
+        if holes > max_holes:
+            detail = f"{holes} of its {self.nbytes} bytes were never written; max_holes is {max_holes}"
+            raise RsvError("over_limit", "file", f"{detail}, and can be raised")
+
     @property
     def _stored(self) -> Stored:
         if self._open is None:

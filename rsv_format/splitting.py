@@ -11,7 +11,7 @@ from rsv_format.canonical import arrange
 from rsv_format.errors import RsvError
 from rsv_format.header import Header, build_header, parse_header, replace
 from rsv_format.layout import align, build_prologue
-from rsv_format.limits import CELL, MAX_HEADER_NBYTES, MAX_SHARDS, PAGE, PROLOGUE_NBYTES
+from rsv_format.limits import CELL, MAX_HEADER_NBYTES, MAX_SHARDS, PAGE, PROLOGUE_NBYTES, USUAL_HOLES
 from rsv_format.outputs import Output, commit, write_all
 from rsv_format.reader import File, content_key
 from rsv_format.reader import open as open_file
@@ -163,6 +163,7 @@ def _parts(whole: Header, shard_size: int) -> list[Header]:
 
 def _write_all(file: File, outputs: Sequence[Output], headers: Sequence[Header], progress: Progress | None) -> None:
     """Write files of these headers, and bring all of them into place."""
+    file.check_holes(USUAL_HOLES)
     told = progress or (lambda done, total, name: None)
     where = {content_key(blob): blob for blob in file.blobs}
     laid = [_laid_out(output.path, header) for output, header in zip(outputs, headers, strict=True)]

@@ -68,10 +68,7 @@ def verify(
         with open(source, max_order=max_order) as file:
             return verify(file, collect=collect, progress=progress, max_holes=max_holes)
     source.check_order(source.factors_work, "transforms")
-    holes = source.holes()
-    if holes > max_holes:
-        detail = f"{holes} of its {source.nbytes} bytes were never written; max_holes is {max_holes}, and can be raised"
-        raise RsvError("over_limit", "file", detail)
+    source.check_holes(max_holes)
     faults = []
     for fault in _all_faults(source, progress or (lambda done, total, name: None)):
         if not collect:

@@ -276,6 +276,17 @@ def test_room_for_all_shards_is_asked_for_first(
     assert asked == [sum(sizes[i:]) for i in range(len(sizes))] and len(asked) > 2
 
 
+def test_holes_of_a_set(copied: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rsv_format.stored.Disk.holes", lambda _: 2**40 // len(copied))
+    for call in (
+        lambda: rsv_format.merge(copied[0], tmp_path / "a.rsv"), lambda: rsv_format.verify(copied[0]),
+        lambda: rsv_format.split(copied[0], tmp_path / "b.rsv", SIZE),
+    ):  # fmt: skip
+        with pytest.raises(RsvError, match="over_limit at file: 10995\\d+ of its "):
+            call()
+    assert not list(tmp_path.glob("[ab]*.rsv"))
+
+
 def test_a_shard_that_is_converted_stays_one(copied: list[Path], tmp_path: Path) -> None:
     run("convert", copied[0], tmp_path / "a.rsv")
     assert (tmp_path / "a.rsv").read_bytes() == copied[0].read_bytes()
