@@ -133,8 +133,8 @@ def quantize(
         One per core if not given.
     memory : int
         Bytes for what is read and encoded at a time, `LEAST_MEMORY` at least: some rows of a matrix, however large
-        that is. What there is beside them does not grow with the model, but with error feedback, which takes some
-        matrices (in_features, in_features). The file is the same for any number.
+        that is. What there is beside them does not grow with the model, but with its width: error feedback takes a
+        float32 (in_features, in_features) for each input of a block. The file is the same for any number.
     shard_size : int, optional
         Write shards instead, as `split` does of the file, all of them or none: while they are written the disk holds
         the content twice.
