@@ -128,8 +128,8 @@ def quantize(
         str,
         typer.Option("--memory", metavar="SIZE", help="For what is read and encoded at a time, such as 500MB: matrices "
                      "are taken some rows at a time, so a model may be larger than memory. The file is the same. Error "
-                     "feedback needs 4 bytes × in_features² for each input of a block besides: about 1 GB for a model as "
-                     "wide as Qwen3-4B."),
+                     "feedback needs 4 bytes × in_features² for each input of a block besides: about 1 GB for a model "
+                     "as wide as Qwen3-4B."),
     ] = "64MB",
     resume: Annotated[
         bool,
