@@ -52,6 +52,8 @@ def running(code: str, where: str) -> Iterator[None]:
             yield
     except RsvError:
         raise
+    except KeyError as e:  # of the config, or a tensor
+        raise RsvError(code, where, f"it lacks {e}") from e
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as e:
         raise RsvError(code, where, f"{type(e).__name__}: {e}") from e
 

@@ -241,4 +241,5 @@ def test_what_is_missing_is_named(folder: Path, file: Path, tmp_path: Path) -> N
             name: rsv_format.TensorData(x.dtype, x.array) for name, x in opened.tensors.items() if "1" not in name
         }
         rsv_format.write(tmp_path / "part.rsv", layers=[], tensors=tensors)
-    assert "missing_layer" in rsv("evaluate", folder, tmp_path / "part.rsv", code=1).output
+    told = rsv("evaluate", folder, tmp_path / "part.rsv", code=1).output
+    assert "missing_layer" in told and "it lacks '" in told and "Error" not in told
