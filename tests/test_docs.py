@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_models import package_folder
+from test_sources import package_folder
 
 import rsv_format
 import rsv_mlx

