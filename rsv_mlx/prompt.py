@@ -20,7 +20,7 @@ from typing import Any
 
 from rsv_format import RsvError
 from rsv_mlx.loading import load_tokenizer
-from rsv_mlx.untrusted import library, mlx_lm_utils
+from rsv_mlx.untrusted import library, mlx_lm_utils, temporary_folder
 
 SECONDS = 20.0  # of processor time; the largest tokenizers take two, templates milliseconds
 _LONGEST = 2.0**31  # which is as good as no limit
@@ -45,6 +45,7 @@ class Encoder:
         self._seconds = seconds
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._room = contextlib.ExitStack()  # what the process has left when it is ended
 
     def text(self, text: str, **options: Any) -> list[int]:
         """Tokens of a text; options as a tokenizer's `encode`. Errors as `chat`."""
@@ -80,9 +81,10 @@ class Encoder:
             raise RsvError("bad_argument", "prompt", f"it is no JSON: {e}") from None
         if self._process is None or self._process.poll() is not None:
             self.close()
+            room = self._room.enter_context(temporary_folder({}))
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "rsv_mlx.prompt"],  # -P: no module of the working folder, maybe a model's
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env={**os.environ, "TMPDIR": str(room), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -120,6 +122,7 @@ class Encoder:
                 assert pipe is not None
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
+        self._room.close()
 
 
 @contextlib.contextmanager

@@ -65,11 +65,14 @@ def data_folder(
         unsupported_model: a file that is no JSON, or that chooses code; io_error.
     """
     wanted = DATA.intersection(names)
-    return _folder({name: _checked(name, data) for name, data in files if name in wanted or name.endswith(".tiktoken")})
+    return temporary_folder(
+        {name: _checked(name, data) for name, data in files if name in wanted or name.endswith(".tiktoken")}
+    )
 
 
 @contextlib.contextmanager
-def _folder(files: Mapping[str, bytes | memoryview]) -> Iterator[Path]:
+def temporary_folder(files: Mapping[str, bytes | memoryview]) -> Iterator[Path]:
+    """A folder with these files; io_error."""
     with contextlib.ExitStack() as stack:
         try:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rsv-")))
@@ -242,7 +245,7 @@ def tokenizer(folder: Path, config: Mapping[str, Any], extra: Mapping[str, Any] 
         made, decoder = found
         seen = files | {tokenizing.FILE: json.dumps({"decoder": decoder}).encode()}
         slim_files = {name: data for name, data in seen.items() if name not in _NEVER_READ}
-        with _folder(slim_files) as slim, made.vocabulary_at_hand():
+        with temporary_folder(slim_files) as slim, made.vocabulary_at_hand():
             wrapper = _wrapped(slim, config, None, lambda *_, **__: made)
         wrapper.has_chat_template = made.chat_template is not None or wrapper._chat_template is not None
         return wrapper
@@ -267,7 +270,7 @@ def _wrapped(
 
 
 def _of_transformers(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Any:
-    with _folder(files) as folder:
+    with temporary_folder(files) as folder:
         return _wrapped(folder, config, None)._tokenizer
 
 

@@ -96,13 +96,21 @@ def test_errors_of_workers(model: Path, tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(RsvError, match="--remove-leftovers"):
         rsv_format.quantize(model, out, executor=Here())
 
-    def other(*_: Any) -> Any:
-        raise MemoryError("none left")
+    def failing(error: Exception) -> Any:
+        def work(*_: Any) -> Any:
+            raise error
 
-    monkeypatch.setattr("rsv_format.quantizer.elsewhere.quantize_group", other)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RsvError, match="MemoryError: none left") as e:
-        rsv_format.quantize(model, tmp_path / "b.rsv", executor=pool)
-    assert e.value.code == "io_error" and not (tmp_path / "b.rsv").exists()
+        return work
+
+    for error, expected in (
+        (OSError("unplugged"), "io_error.*OSError: unplugged"),
+        (MemoryError("none left"), "in the worker of .*: none left"),  # which is no fault of the file
+    ):
+        monkeypatch.setattr("rsv_format.quantizer.elsewhere.quantize_group", failing(error))
+        kind = MemoryError if isinstance(error, MemoryError) else RsvError
+        with ThreadPoolExecutor(1) as pool, pytest.raises(kind, match=expected):
+            rsv_format.quantize(model, tmp_path / "b.rsv", executor=pool)
+        assert not (tmp_path / "b.rsv").exists()
 
 
 def test_a_worker_that_sees_another_source(model: Path, tmp_path: Path) -> None:

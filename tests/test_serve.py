@@ -232,7 +232,7 @@ def test_a_template_that_never_ends_is_one_requests_error(file: Path, tmp_path: 
     template = "{% if messages[0].content == 'w3' %}" + LOOP + "{% endif %}{{ messages[0].content }}"
     path = with_template(file, tmp_path / "m.rsv", template)
     model, tokenizer = rsv_mlx.load(path)
-    with prompt.encoder(path, 0.5) as encoder, serving_here(model, tokenizer, encoder) as address:
+    with prompt.encoder(path, 4) as encoder, serving_here(model, tokenizer, encoder) as address:
         status, answer = post(address, {"messages": [{"role": "user", "content": "w3"}]})
         assert status == 404 and "over_limit" in answer["error"]
         status, answer = post(address, {"messages": SAID, "max_tokens": 2})

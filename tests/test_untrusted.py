@@ -357,6 +357,20 @@ def test_an_encoder_goes_on_after_a_limit_and_an_error(make: Make) -> None:
         assert encoder.text("w1", add_special_tokens=False) == [1] and encoder._process is first
 
 
+def test_an_encoder_that_is_ended_leaves_nothing(base: Path) -> None:
+    def there() -> set[Path]:
+        return set(Path(tempfile.gettempdir()).iterdir())
+
+    before = there()
+    encoder = prompt.Encoder(base)
+    encoder.text("w1")
+    (room,) = there() - before
+    (room / "unfinished").mkdir()  # as it may be ended while it reads a tokenizer
+    assert not abandoned(tempfile.gettempdir())
+    encoder.close()
+    assert there() == before
+
+
 def test_a_limit_may_be_any_number(base: Path) -> None:
     for seconds in (float("inf"), 1e300):
         with prompt.encoder(base, seconds) as encoder:
