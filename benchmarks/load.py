@@ -39,6 +39,7 @@ QWEN = {
 LINEAR, WHOLE, SMOLLM2 = "Qwen2.5-0.5B shape, 168 linear layers", "Qwen2.5-0.5B shape, whole", "SmolLM2-135M"
 PEER_BLOCKS = 1  # of 24: the peer takes minutes per block
 ROUNDS = 7  # in another order each: memory that the one before gave back is not equally warm for all
+TOKEN_ROUNDS = 3
 CODEBOOKS = ("lloyd-max", "uniform", "trellis")
 OURS, AFFINE, FLOOR = "rsv_mlx.load_model", "mlx_lm.utils.load_model, affine 4 bits", "floor: mx.load of as many bytes"
 
@@ -237,6 +238,17 @@ def loads(contestants: dict[str, tuple[str, Path]]) -> dict[str, dict[str, Any]]
     return results
 
 
+def tokens(contestants: dict[str, tuple[Path, str]]) -> dict[str, dict[str, Any]]:
+    """Running, in rounds as `loads`; medians."""
+    names, order = list(contestants), random.Random(0)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    for _ in range(TOKEN_ROUNDS):
+        for name in order.sample(names, len(names)):
+            path, kind = contestants[name]
+            found[name].append(child("running", path, kind))
+    return {name: {key: statistics.median(run[key] for run in runs) for key in runs[0]} for name, runs in found.items()}
+
+
 def report(title: str, results: dict[str, dict[str, Any]]) -> None:
     """One table of loads, against the floor."""
     base = results[FLOOR]
@@ -310,6 +322,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--no-peer", action="store_true", help="leave out VeloxQuant-MLX, which takes minutes")
+    parser.add_argument("--no-load", action="store_true", help="tokens only, without VeloxQuant-MLX")
     parser.add_argument("--no-run", action="store_true", help="load only, no tokens")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -338,6 +351,8 @@ def main() -> None:
             (WHOLE, folder / "whole", {"importance": "gains"}),
             (SMOLLM2, folder / "smollm2", {}),
         ):
+            if arguments.no_load and title == WHOLE:
+                continue
             files = {codebook: folder / f"{dense.name}-{codebook}.rsv" for codebook in CODEBOOKS}
             for codebook, path in files.items():
                 rsv_format.quantize(dense, path, codebook=codebook, **options)
@@ -346,17 +361,18 @@ def main() -> None:
             bare = folder / f"{dense.name}-floor.safetensors"
             mx.save_safetensors(str(bare), {"a": mx.array(np.zeros(files["lloyd-max"].stat().st_size // 4, np.uint32))})
             mine = {f"{OURS}, {codebook}": ("ours", path) for codebook, path in files.items()}
-            output["loads"][title] = loads({**mine, AFFINE: ("mlx_lm", affine), FLOOR: ("floor", bare)})
+            if not arguments.no_load:
+                output["loads"][title] = loads({**mine, AFFINE: ("mlx_lm", affine), FLOOR: ("floor", bare)})
             if not arguments.no_run and title != WHOLE:
-                output["tokens"][title] = {
-                    "dense float32": child("running", dense, "mlx_lm"),
-                    "mlx-lm, affine 4 bits": child("running", affine, "mlx_lm"),
-                } | {
-                    f"rsv {codebook}, {kind}": child("running", path, kind)
-                    for codebook, path in files.items()
-                    for kind in ("packed", "dense")
-                }
-        if not arguments.no_peer:
+                output["tokens"][title] = tokens(
+                    {"dense float32": (dense, "mlx_lm"), "mlx-lm, affine 4 bits": (affine, "mlx_lm")}
+                    | {
+                        f"rsv {codebook}, {kind}": (path, kind)
+                        for codebook, path in files.items()
+                        for kind in ("packed", "dense")
+                    }
+                )
+        if not (arguments.no_peer or arguments.no_load):
             output["peer"] = child("peer_write", folder)
             for kind in ("small", "large"):
                 output["peer"][f"load_{kind}"] = child("peer_load", folder / f"peer-{kind}.bin")
