@@ -362,12 +362,11 @@ def test_an_encoder_that_is_ended_leaves_nothing(base: Path) -> None:
         return set(Path(tempfile.gettempdir()).iterdir())
 
     before = there()
-    encoder = prompt.Encoder(base)
-    encoder.text("w1")
-    (room,) = there() - before
-    (room / "unfinished").mkdir()  # as it may be ended while it reads a tokenizer
-    assert not abandoned(tempfile.gettempdir())
-    encoder.close()
+    with prompt.encoder(base) as encoder:
+        encoder.text("w1")
+        (room,) = there() - before
+        (room / "unfinished").mkdir()  # as it may be ended while it reads a tokenizer
+        assert room not in abandoned(tempfile.gettempdir())
     assert there() == before
 
 
