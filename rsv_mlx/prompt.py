@@ -185,9 +185,8 @@ def _main() -> None:
 def _limit(seconds: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _lower(
-        resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + min(seconds, _LONGEST)) + 1
-    )  # from now on, each time
+    until = used.ru_utime + used.ru_stime + min(seconds, _LONGEST)  # from now on, each time
+    _lower(resource.RLIMIT_CPU, int(until) + 1)
     statm = Path("/proc/self/statm")
     if statm.exists():  # elsewhere the limit counts what is reserved and never used, or nothing
         _lower(resource.RLIMIT_AS, int(statm.read_text().split()[0]) * resource.getpagesize() + _MEMORY)
