@@ -17,9 +17,10 @@ settings.load_profile("fuzz" if os.environ.get("RSV_FUZZ") else "ci")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def own_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Commands name what killed runs have left among the temporary files: here there are none of others."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("temporary")))
         patch.setattr(tempfile, "tempdir", None)
+        patch.delenv("COLUMNS", raising=False)  # tables have the width of no terminal
         yield
