@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,6 +30,7 @@ FAILED, USAGE, PIPE_CLOSED = 1, 2, 141
 _TRACEBACK = "RSV_TRACEBACK"
 _LONGEST = 2000  # characters of a place or a detail on a terminal: both can come from a file
 _STOPPING = ("SIGINT", "SIGTERM", "SIGHUP")
+_MOMENT = 0.01  # seconds, in which a finalizer ends
 _SHOW_CURSOR = "\x1b[?25h"
 
 _folders: list[Folder] = []  # temporary ones
@@ -164,22 +166,38 @@ def _ending_well() -> Iterator[None]:
 def _stoppable() -> Iterator[None]:
     """The first signal unwinds the stack; a second one, while that is under way, ends the process at once.
 
-    One that comes when the output is in its place finds nothing to stop: the command ends as it would.
+    One that comes when the output is in its place finds nothing to stop: the command ends as it would. One that falls
+    into a finalizer, where Python forgets what is raised, is raised again.
     """
     first: list[int] = []
+    forgotten: list[int] = []
     commits_before, late = _commits(), False
+    hook_before = sys.unraisablehook
 
     def stop(number: int, frame: FrameType | None) -> None:
         nonlocal late
-        first.append(number)
-        if len(first) > 1:
+        if forgotten:
+            forgotten.clear()
+        elif first:
             _leave(None if late else first[0])
+        else:
+            first.append(number)
         late = _commits() > commits_before
         if not late:
             raise _Stopped(number)
 
+    def raise_again(lost: sys.UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, _Stopped):
+            hook_before(lost)
+            return
+        forgotten.append(lost.exc_value.number)
+        again = threading.Timer(_MOMENT, signal.pthread_kill, (threading.main_thread().ident, *forgotten))
+        again.daemon = True
+        again.start()
+
     before: dict[int, Any] = {}
     try:
+        sys.unraisablehook = raise_again
         for number in (getattr(signal, name) for name in _STOPPING if hasattr(signal, name)):
             # a signal that is ignored stays so, as SIGHUP under nohup
             if signal.getsignal(number) not in (signal.SIG_IGN, None):
@@ -187,6 +205,7 @@ def _stoppable() -> Iterator[None]:
                     before[number] = signal.signal(number, stop)
         yield
     finally:
+        sys.unraisablehook = hook_before
         for number, handler in before.items():
             signal.signal(number, signal.SIG_IGN if first else handler)
 

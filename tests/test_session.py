@@ -166,6 +166,31 @@ def test_a_signal_is_heard_while_nobody_reads_the_output() -> None:
     child.stderr.close()
 
 
+@pytest.mark.parametrize("name, code, said", [("SIGINT", 130, "interrupted\n"), ("SIGTERM", 143, "stopped\n")])
+def test_a_signal_that_falls_into_a_finalizer_is_heard(name: str, code: int, said: str) -> None:
+    child = f"""
+import signal, time, typer
+from rsv_cli.session import session
+
+class Finalized:
+    def __del__(self):
+        signal.raise_signal(signal.{name})
+
+app = typer.Typer()
+
+@app.command()
+def command():
+    with session():
+        Finalized()
+        time.sleep(60)
+
+app()
+"""
+    command = [sys.executable, "-c", child]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=30)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", said)
+
+
 def test_no_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found")
