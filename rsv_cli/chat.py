@@ -6,15 +6,15 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
+import typer
 from rich.text import Text
 
 from rsv_cli import sampling as s
 from rsv_cli import terminal
 from rsv_cli.options import USUAL_ORDER, MaxOrder, Quiet, RsvFile
-from rsv_cli.session import mlx_module, report, scratch, session
+from rsv_cli.session import FAILED, mlx_module, report, scratch, session
 from rsv_cli.texts import read_line
 
 _HELP = """/help          this
@@ -65,7 +65,7 @@ def _chat(
     file: str,
     system: str | None,
     sampling: s.Sampling,
-    draft: Path | None,
+    draft: str | None,
     seconds: float,
     max_order: int,
     quiet: bool,
@@ -100,22 +100,27 @@ class _Conversation:
         self._reset(system)
 
     def run(self) -> None:
-        """Until the end of standard input."""
+        """Until the end of standard input; failed, if nobody was there to see that an answer did."""
         from rsv_format import RsvError
+
+        failed = False
 
         while (line := self._line()) is not None:
             try:
                 if not line.startswith("/"):
                     self._ask(line)
                 elif self._command(*line[1:].partition(" ")[::2]):
-                    return
+                    break
             except RsvError as e:  # of one answer
                 report(e)
+                failed = True
             except KeyboardInterrupt as e:
                 if type(e) is not KeyboardInterrupt:  # another signal's
                     raise
                 self._encoder.close()
                 terminal.write_text("\n")
+        if failed and not sys.stdin.isatty():
+            raise typer.Exit(FAILED)
 
     def _line(self) -> str | None:
         """What is typed, None at the end."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -71,7 +70,7 @@ def _generate(
     file: str,
     asked: dict[str, object],
     sampling: s.Sampling,
-    draft: Path | None,
+    draft: str | None,
     seconds: float,
     max_order: int,
     quiet: bool,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -46,7 +45,7 @@ KvBits = Annotated[
 KvGroupSize = Annotated[int, typer.Option("--kv-group-size", help="Of that quantization: 32, 64 or 128.")]
 QuantizedKvStart = Annotated[int, typer.Option("--quantized-kv-start", min=0, help="Quantize it from this token on.")]
 DraftModel = Annotated[
-    Path | None,
+    str | None,
     typer.Option("--draft-model", metavar="FILE", help="An RSV file of a smaller model with the same tokenizer: it "
                  "proposes tokens, the large one checks several at a time.", show_default=False),
 ]  # fmt: skip
@@ -98,7 +97,7 @@ class Sampling:
 class Running:
     """A model at hand, and its draft model, if there is one."""
 
-    def __init__(self, file: str, draft: Path | None, sampling: Sampling, max_order: int) -> None:
+    def __init__(self, file: str, draft: str | None, sampling: Sampling, max_order: int) -> None:
         from rsv_format import RsvError
 
         sampling.check(draft is not None)

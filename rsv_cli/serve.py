@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -85,7 +84,7 @@ def serve(
 
 def _serve(
     file: str,
-    draft_file: Path | None,
+    draft_file: str | None,
     host: str,
     port: int,
     seconds: float,

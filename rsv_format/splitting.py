@@ -12,7 +12,7 @@ from rsv_format.errors import RsvError
 from rsv_format.header import Header, build_header, parse_header, replace
 from rsv_format.layout import align, build_prologue
 from rsv_format.limits import CELL, MAX_HEADER_NBYTES, MAX_SHARDS, PAGE, PROLOGUE_NBYTES, USUAL_HOLES
-from rsv_format.outputs import Output, commit, write_all
+from rsv_format.outputs import Output, commit, folder, write_all
 from rsv_format.reader import File, content_key
 from rsv_format.reader import open as open_file
 from rsv_format.sets import EXTENSION, Membership, joined_header, set_id, shard_name
@@ -39,7 +39,7 @@ def split(
     source : path
         Of a file, or of a set, which is then spread anew.
     out : path
-        As of one file, "model.rsv": its shards are "model-00001-of-00003.rsv" and so on.
+        As of one file, "model.rsv": its shards are "model-00001-of-00003.rsv" and so on. Their folder is made.
     shard_size : int
         Bytes that a shard has at most, unless it holds a single layer or tensor, or, the first one, attachments.
     force : bool
@@ -81,7 +81,8 @@ def spread(
         for i, part in enumerate(parts)
     ]
     names = _names(out, len(parts))
-    _write_all(file, [Output(name, RSV_FILE, inputs=inputs, force=force) for name in names], headers, progress)
+    with folder(os.path.dirname(names[0])):
+        _write_all(file, [Output(name, RSV_FILE, inputs=inputs, force=force) for name in names], headers, progress)
     return names
 
 

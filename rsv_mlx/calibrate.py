@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 import rsv_format
 from rsv_format import RsvError, quiet_panics
+from rsv_format.remote import is_url
 from rsv_mlx.binding import packed_kind
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear
@@ -289,8 +290,8 @@ def load_anything(
         What `load` and `open_source` raise; unsupported_model; missing_attachment.
     """
     path = Path(spec)
-    if path.suffix == ".rsv" or (path.is_file() and not _is_source(path)):
-        model, words = load(path, max_order=max_order, lazy=not weights)
+    if is_url(os.fspath(spec)) or path.suffix == ".rsv" or (path.is_file() and not _is_source(path)):
+        model, words = load(spec, max_order=max_order, lazy=not weights)
     elif path.is_dir():
         model, words = _from_folder(path)
     else:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rsv_format import RsvError
+from rsv_format.remote import is_url
 from rsv_mlx.loading import load_tokenizer
 from rsv_mlx.untrusted import library, mlx_lm_utils, temporary_folder
 
@@ -34,14 +35,15 @@ class Encoder:
 
     Parameters
     ----------
-    path : path
+    path : path or URL
         An RSV file with config and tokenizer.
     seconds : float
         Of processor time that each prompt may take.
     """
 
     def __init__(self, path: str | os.PathLike[str], seconds: float = SECONDS) -> None:
-        self._told = {"path": os.fspath(Path(path).absolute()), "seconds": seconds}
+        name = os.fspath(path)
+        self._told = {"path": name if is_url(name) else os.path.abspath(name), "seconds": seconds}
         self._seconds = seconds
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None

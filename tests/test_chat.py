@@ -132,7 +132,7 @@ def test_commands(file: Path) -> None:
 def test_an_error_is_of_one_answer(file: Path) -> None:
     template = "{% if messages[-1].content == 'w3' %}{{ raise_exception('no') }}{% endif %}" + TEMPLATE
     path = with_template(file, file.parent / "odd.rsv", template)
-    result = run("chat", str(path), "-q", "-m", "3", said="w1\nw3\nw1\n")
+    result = run("chat", str(path), "-q", "-m", "3", said="w1\nw3\nw1\n", code=1)
     assert len(result.stdout.splitlines()) == 2 and result.stderr.count("error[unsupported_model]") == 1
 
 

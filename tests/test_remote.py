@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -80,6 +81,18 @@ class Handler(BaseHTTPRequestHandler):
                 return
 
 
+@contextlib.contextmanager
+def serving(data: bytes) -> Iterator[Server]:
+    with Server(data) as made:
+        thread = threading.Thread(target=made.serve_forever)
+        thread.start()
+        try:
+            yield made
+        finally:
+            made.shutdown()
+            thread.join()
+
+
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(remote, "_PAUSE", 0.001)
@@ -89,12 +102,8 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         tensors={"big": TensorData("u8", big), "small": TensorData("u8", np.arange(9, dtype="u1"))},
         attachments={"config.json": AttachmentData("application/json", b"{}"), "x" * 30: AttachmentData("a/b", b"12")},
     )
-    with Server((tmp_path / "a.rsv").read_bytes()) as made:
-        thread = threading.Thread(target=made.serve_forever)
-        thread.start()
+    with serving((tmp_path / "a.rsv").read_bytes()) as made:
         yield made
-        made.shutdown()
-        thread.join()
 
 
 def test_only_what_is_asked_for_is_fetched(server: Server, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def with_template(source: Path, path: Path, template: str) -> Path:
 
 
 @contextlib.contextmanager
-def started(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], tuple[str, int]]]:
+def started(path: Path | str) -> Iterator[tuple[subprocess.Popen[bytes], tuple[str, int]]]:
     """The command, and where it listens."""
     with subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "rsv_cli", "serve", str(path), "--port", "0"], cwd=ROOT,
@@ -69,6 +69,9 @@ def started(path: Path) -> Iterator[tuple[subprocess.Popen[bytes], tuple[str, in
             host, port = line.split("http://")[1].split("/")[0].rsplit(":", 1)
             yield process, (host, int(port))
         finally:
+            process.terminate()  # a kill would leave its temporary folder
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
             process.kill()
 
 

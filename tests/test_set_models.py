@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ with warnings.catch_warnings():
 pytest.importorskip("tokenizers")
 
 from test_inspect import inspected, needs_node  # noqa: E402
+from test_remote import serving  # noqa: E402
 from test_serve import post, serving_here, started, with_template  # noqa: E402
 from test_untrusted import base, folder  # noqa: E402, F401
 from typer.testing import CliRunner  # noqa: E402
@@ -72,31 +74,45 @@ def test_a_shard_whose_tokenizer_is_taken_is_not_written_over(shards: list[Path]
     assert copied[1].read_bytes() == shards[1].read_bytes()
 
 
-def test_commands_that_run_it(whole: Path, shards: list[Path], folder: Path, tmp_path: Path) -> None:  # noqa: F811
+@pytest.fixture(scope="module")
+def url(whole: Path) -> Iterator[str]:
+    with serving(whole.read_bytes()) as server:
+        yield server.url
+
+
+def test_commands_that_run_it(
+    whole: Path,
+    shards: list[Path],
+    url: str,
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     text = tmp_path / "text"
     text.write_text(" ".join(f"w{i % 30}" for i in range(90)))
     given: list[tuple[Any, ...]] = [
         ("generate", "FILE", "-p", "w1 w2", "-m", "6", "-q"),
+        ("generate", "FILE", "-p", "w1 w2", "-m", "6", "-q", "--draft-model", "FILE"),
         ("chat", "FILE", "-q", "-m", "5"),
         ("evaluate", folder, "FILE", "--text", text, "--window", "30", "--json", "-q"),
         ("calibrate", "FILE", "--text", text, "-o", tmp_path / "i.gguf", "-q"),
     ]
     for command in given:
         found = []
-        for path in (whole, shards[1]):
+        for path in (whole, shards[1], url):
             said = run(*(path if x == "FILE" else x for x in command), said="w1 w2\n")
             if command[0] == "calibrate":
                 said = (tmp_path / "i.gguf").read_bytes().hex()
             if command[0] == "evaluate":
                 said = json.loads(said) | {"file": "", "nbytes": 0, "bits_per_weight": 0}
             found.append(said)
-        assert found[0] == found[1], command
+        assert found[0] == found[1] == found[2], command
     body = {"messages": [{"role": "user", "content": "w1 w2"}], "max_tokens": 5, "temperature": 0}
-    with started(shards[1]) as (_, address):
-        status, answer = post(address, body)
     with prompt.encoder(whole, 20) as encoder, serving_here(*rsv_mlx.load(whole), encoder) as address:
         same = post(address, body)
-    assert (status, answer["choices"]) == (same[0], same[1]["choices"]) and status == 200
+    for path in (shards[1], url):
+        with started(path) as (_, address):
+            status, answer = post(address, body)
+        assert (status, answer["choices"]) == (same[0], same[1]["choices"]) and status == 200
 
 
 def test_what_is_wrong_with_a_set_is_named_by_every_command(

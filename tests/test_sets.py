@@ -139,6 +139,14 @@ def test_a_single_shard_and_a_layer_that_is_larger(made: tuple[Path, list[Path]]
         rsv_format.split(made[0], tmp_path / "c", 0)
 
 
+def test_a_folder_for_the_shards_is_made(made: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    names = rsv_format.split(made[0], tmp_path / "a" / "b" / "m.rsv", 10**9)
+    assert [Path(name).parent for name in names] == [tmp_path / "a" / "b"]
+    with pytest.raises(RsvError, match="io_error"):
+        rsv_format.split(made[0], tmp_path / "c" / ("n" * 300), 10**9)
+    assert not (tmp_path / "c").exists()
+
+
 def test_missing_shards_are_named(copied: list[Path]) -> None:
     copied[1].unlink()
     copied[-1].unlink()
