@@ -28,6 +28,7 @@ from rsv_format.limits import PAGE
 from rsv_format.packing import pack, unpack
 from rsv_format.panics import quiet_panics
 from rsv_format.reader import Attachment, File, Layer, Tensor, open
+from rsv_format.remote import is_url
 from rsv_format.roles import Role, layer_role
 from rsv_format.rotation import Transform
 from rsv_format.summary import Summary, summarize
@@ -84,6 +85,7 @@ __all__ = [
     "feedback_importance",
     "group_transform",
     "is_out_of_memory",
+    "is_url",
     "layer_role",
     "merge",
     "open",

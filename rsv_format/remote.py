@@ -22,7 +22,12 @@ _CHANGED, _NO_RANGES = "it was changed while it was read", "the server gives no 
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is that of something elsewhere, as https://, s3:// and hf:// are."""
+    """Whether a path is that of something elsewhere, as https://, s3:// and hf:// are.
+
+    Parameters
+    ----------
+    path : str
+    """
     return _URL.match(path) is not None
 
 

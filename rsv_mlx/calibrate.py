@@ -19,8 +19,7 @@ from mlx.nn.layers.quantized import QuantizedLinear as AffineLinear
 from numpy.typing import NDArray
 
 import rsv_format
-from rsv_format import RsvError, quiet_panics
-from rsv_format.remote import is_url
+from rsv_format import RsvError, is_url, quiet_panics
 from rsv_mlx.binding import packed_kind
 from rsv_mlx.embedding import QuantizedEmbedding
 from rsv_mlx.linear import QuantizedLinear

@@ -18,8 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rsv_format import RsvError
-from rsv_format.remote import is_url
+from rsv_format import RsvError, is_url
 from rsv_mlx.loading import load_tokenizer
 from rsv_mlx.untrusted import library, mlx_lm_utils, temporary_folder
 

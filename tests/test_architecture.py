@@ -17,9 +17,9 @@ PUBLIC = {
     "CALIBRATION_TOKENS", "CODES", "EMBEDDING_BITS", "PAGE", "Attachment", "AttachmentData", "Calibration",
     "Change", "Changes", "Difference", "Evaluation", "File", "Layer", "LayerData", "QuantizeOptions",
     "QuantizeReport", "Role", "RsvError", "Source", "SourceTensor", "Summary", "Tensor", "TensorData", "Transform",
-    "Writer", "__version__", "convert", "default_text", "diff", "evaluate", "evaluate_logits",
-    "feedback_importance", "group_transform", "is_out_of_memory", "layer_role", "merge", "open", "open_source", "pack",
-    "plain_name", "quantize", "quantize_layers", "quantize_matrix", "quiet_panics", "random_tokens", "save",
+    "Writer", "__version__", "convert", "default_text", "diff", "evaluate", "evaluate_logits", "feedback_importance",
+    "group_transform", "is_out_of_memory", "is_url", "layer_role", "merge", "open", "open_source",
+    "pack", "plain_name", "quantize", "quantize_layers", "quantize_matrix", "quiet_panics", "random_tokens", "save",
     "share_groups", "split", "spread_errors", "summarize", "table_bits", "text_windows", "unpack", "verify", "write",
 }  # fmt: skip
 # conformance is independent of the implementation that it tests, but for what drives it
