@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from rsv_cli import sampling as s
 from rsv_cli import terminal
+from rsv_cli.ahead import encoder_process
 from rsv_cli.options import USUAL_ORDER, MaxOrder, Quiet, RsvFile
 from rsv_cli.session import mlx_module, scratch, session
 from rsv_cli.texts import decoded, read_bytes
@@ -51,13 +53,13 @@ def generate(
 
     Example: [bold cyan]rsv generate smol.rsv --prompt "Why is the sky blue?" --max-tokens 100[/bold cyan]
     """
-    with session(), scratch(quiet):
+    with encoder_process() as process, session(), scratch(quiet):
         sampling = s.Sampling(
             max_tokens, temp, top_p, min_p, top_k, repetition_penalty, repetition_context_size, seed, max_kv_size,
             kv_bits, kv_group_size, quantized_kv_start, num_draft_tokens,
         )  # fmt: skip
         asked = s.asked(_text(prompt), system_prompt, raw)
-        _generate(file, asked, sampling, draft_model, template_seconds, max_order, quiet)
+        _generate(file, asked, sampling, draft_model, template_seconds, max_order, quiet, process)
 
 
 def _text(prompt: str) -> str:
@@ -74,11 +76,12 @@ def _generate(
     seconds: float,
     max_order: int,
     quiet: bool,
+    process: subprocess.Popen[bytes] | None,
 ) -> None:
     mlx_module("mlx.core")  # first: what else is missing without it, it says less well
     sampling.check(draft is not None)
     prompts = mlx_module("rsv_mlx.prompt")
-    with terminal.waiting("loading", quiet=quiet), prompts.encoder(file, seconds) as encoder:
+    with terminal.waiting("loading", quiet=quiet), prompts.encoder(file, seconds, process) as encoder:
         encoder.send(asked)
         running = s.Running(file, draft, sampling, max_order)
         tokens = s.prompt_tokens(encoder)

@@ -13,6 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,14 +39,19 @@ class Encoder:
         An RSV file with config and tokenizer.
     seconds : float
         Of processor time that each prompt may take.
+    process : Popen, optional
+        What `begun` gave, to begin with.
     """
 
-    def __init__(self, path: str | os.PathLike[str], seconds: float = SECONDS) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], seconds: float = SECONDS, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
         name = os.fspath(path)
         self._told = {"path": name if is_url(name) else os.path.abspath(name), "seconds": seconds}
         self._seconds = seconds
         self._lock = threading.RLock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process = process
+        self._is_told = False  # whether the process knows its file
         self._room = contextlib.ExitStack()  # what the process has left when it is ended
 
     def text(self, text: str, **options: Any) -> list[int]:
@@ -82,16 +88,11 @@ class Encoder:
             raise RsvError("bad_argument", "prompt", f"it is no JSON: {e}") from None
         if self._process is None or self._process.poll() is not None:
             self.close()
+            self._process = begun()
+        if not self._is_told:
             room = self._room.enter_context(temporary_folder({}))
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rsv_mlx.prompt"],  # -P: no module of the working folder, maybe a model's
-                env={**os.environ, "TMPDIR": str(room), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for us, who end it then
-            )
-            line = f"{json.dumps(self._told)}\n{line}"
+            line = f"{json.dumps({**self._told, 'temporary': str(room)})}\n{line}"
+            self._is_told = True
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the answer tells
             self._process.stdin.write(f"{line}\n".encode())
@@ -115,7 +116,7 @@ class Encoder:
 
     def close(self) -> None:
         """End the process."""
-        process, self._process = self._process, None
+        process, self._process, self._is_told = self._process, None, False
         if process is not None:
             process.kill()
             process.wait()
@@ -126,10 +127,24 @@ class Encoder:
         self._room.close()
 
 
+def begun() -> subprocess.Popen[bytes]:
+    """A process for an `Encoder`, whose imports are under way."""
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "rsv_mlx.prompt"],  # -P: no module of the working folder, maybe a model's
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for us, who end it then
+    )
+
+
 @contextlib.contextmanager
-def encoder(path: str | os.PathLike[str], seconds: float = SECONDS) -> Iterator[Encoder]:
+def encoder(
+    path: str | os.PathLike[str], seconds: float = SECONDS, process: subprocess.Popen[bytes] | None = None
+) -> Iterator[Encoder]:
     """An `Encoder` that is closed at the end."""
-    made = Encoder(path, seconds)
+    made = Encoder(path, seconds, process)
     try:
         yield made
     finally:
@@ -176,7 +191,12 @@ class _Worker:
 def _main() -> None:
     result, sys.stdout = sys.stdout.buffer, sys.stderr  # whatever a library prints; bytes: PYTHONIOENCODING may be any
     mlx_lm_utils()  # before the limits
-    worker = _Worker(**json.loads(sys.stdin.buffer.readline()))
+    told = sys.stdin.buffer.readline()
+    if not told:  # there is nothing to encode
+        os._exit(0)
+    about = json.loads(told)
+    os.environ["TMPDIR"], tempfile.tempdir = about.pop("temporary"), None
+    worker = _Worker(**about)
     for line in sys.stdin.buffer:
         result.write(b"%s\n" % json.dumps(worker.answer(json.loads(line))).encode())
         result.flush()

@@ -21,7 +21,7 @@ from queue import Queue
 from types import SimpleNamespace
 from typing import Any
 
-from rsv_format import RsvError
+from rsv_format import RsvError, is_out_of_memory
 from rsv_mlx.calibrate import check_tokens, table_rows
 from rsv_mlx.prompt import Encoder
 from rsv_mlx.untrusted import library, mlx_lm_utils
@@ -183,6 +183,14 @@ class _Requests(Queue[Any]):
         self._waiting.clear()
 
 
+class _Unanswered(BaseException):
+    """Why a request gets no answer: of what is an Exception mlx-lm's handler says that it was not found."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
 def _generator(theirs: Any) -> Any:
     class Generator(theirs.ResponseGenerator):  # type: ignore[misc]
         """A thread that generates, begun again after whatever ends it."""
@@ -194,6 +202,12 @@ def _generator(theirs: Any) -> Any:
             self._begun.set()
 
         prompt_cache: Any
+
+        def generate(self, *arguments: Any, **options: Any) -> Any:
+            try:
+                return super().generate(*arguments, **options)
+            except Exception as e:
+                raise _Unanswered(e) from e
 
         def _run_generate(self) -> None:
             self._begun.wait()
@@ -255,11 +269,13 @@ def _handler(theirs: Any) -> Any:
                 yield
             except ConnectionError:
                 self.close_connection = True
-            except Exception as e:
+            except (Exception, _Unanswered) as raised:
+                e = raised.reason if isinstance(raised, _Unanswered) else raised
                 logging.error("%s %s: %s: %s", self.command, self.path[:80], type(e).__name__, e)
                 self.close_connection = True
                 if not self._begun:
-                    self._refuse(400 if isinstance(e, ValueError | RecursionError) else 500, str(e))
+                    asked = isinstance(e, ValueError | RecursionError | RsvError) and not is_out_of_memory(e)
+                    self._refuse(400 if asked else 500, str(e))
                 elif getattr(self, "stream", False):
                     with contextlib.suppress(OSError):
                         error = {"error": {"message": str(e), "type": "server_error"}}

@@ -30,7 +30,9 @@ from typer.testing import CliRunner  # noqa: E402
 import rsv_cli.chat  # noqa: E402
 import rsv_cli.texts  # noqa: E402
 import rsv_format  # noqa: E402
+from rsv_cli import ahead  # noqa: E402
 from rsv_cli.app import app  # noqa: E402
+from rsv_mlx import prompt  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}"
@@ -186,3 +188,33 @@ def test_lines_are_utf8_of_some_length(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(rsv_format.RsvError) as caught:
             rsv_cli.texts.read_line(said, "in")
         assert caught.value.code == code
+
+
+def test_the_process_that_is_begun_ahead_is_the_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[Any] = []
+    popen = subprocess.Popen
+
+    def noted(*command: Any, **options: Any) -> Any:
+        begun.append((command, options))
+        return popen(*command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    with ahead.encoder_process() as process:
+        assert process is not None and process.poll() is None
+    assert process.poll() is not None
+    with prompt.begun() as other:
+        assert other.communicate(b"") == (b"", None)  # there is nothing to encode
+    assert begun[0] == begun[1] and other.returncode == 0
+
+
+def test_no_process_can_be_begun_ahead(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, popen = iter([True]), subprocess.Popen
+
+    def refused(*command: Any, **options: Any) -> Any:
+        if next(first, False):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return popen(*command, **options)
+
+    expected = generated(file)
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    assert generated(file) == expected

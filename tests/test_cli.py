@@ -522,7 +522,7 @@ def test_extract_checks_the_digest(quantized: Path, tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _encoder(path: Path, seconds: float) -> Any:
+def _encoder(path: Path, seconds: float, process: subprocess.Popen[bytes]) -> Any:
     asked: list[Any] = []
     yield types.SimpleNamespace(send=asked.append, receive=lambda: [*asked, seconds])
 

@@ -237,7 +237,7 @@ def test_a_template_that_never_ends_is_one_requests_error(file: Path, tmp_path: 
     model, tokenizer = rsv_mlx.load(path)
     with prompt.encoder(path, 4) as encoder, serving_here(model, tokenizer, encoder) as address:
         status, answer = post(address, {"messages": [{"role": "user", "content": "w3"}]})
-        assert status == 404 and "over_limit" in answer["error"]
+        assert status == 400 and "over_limit" in answer["error"]
         status, answer = post(address, {"messages": SAID, "max_tokens": 2})
         assert status == 200 and answer["usage"]["prompt_tokens"] == 2
 
