@@ -18,7 +18,7 @@ demo: .venv-demo/ready
 	.venv-demo/bin/python examples/demo.py
 
 test: .venv-test/ready
-	.venv-test/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	.venv-test/bin/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-browser: .venv-browser/ready
 	.venv-browser/bin/python -m pytest inspect
