@@ -6,7 +6,7 @@ Modules, bottom up:
 - options: arguments that commands share;  texts: files of text
 - describe: sizes, names and transforms in words;  files: how one is read;  leftovers: of runs that were killed
 - session: errors, signals and closed pipes to exit codes;  complete: names for a shell
-- sampling: how tokens are chosen, for generate and chat
+- sampling: how tokens are chosen, for generate and chat;  ahead: the process that encodes, begun before all else
 - quantize, calibrate, convert, inspect, ls, cat, diff, compare, report, evaluate, export, generate, chat, serve,
   doctor (with adoption, kernels): one command or pair each
 - app: the commands under one name

@@ -25,12 +25,8 @@ def encoder_process() -> Iterator[subprocess.Popen[bytes] | None]:
     except OSError:  # it will be tried again, and told, when it is needed
         yield None
         return
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
+    with process:  # which closes its pipes and waits for it
+        try:
+            yield process
+        finally:
+            process.kill()

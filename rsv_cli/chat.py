@@ -104,7 +104,6 @@ class _Conversation:
         from rsv_format import RsvError
 
         failed = False
-
         while (line := self._line()) is not None:
             try:
                 if not line.startswith("/"):
